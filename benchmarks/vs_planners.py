@@ -46,6 +46,7 @@ from whale.config import Config
 from whale.costs.costs import node_costs, seconds
 from whale.costs.layer_times import module_names
 from whale.lowering.weights import build_on_meta
+from whale.model_planner import ModelPlanner
 from whale.plans.plan import Plan
 from whale.simulation.simulate import simulate
 from whale.simulation.times import Times
@@ -173,7 +174,8 @@ def search(captured: tuple[torch.nn.Module, Any, CapturedModel], cluster: Cluste
         return None
     model, layout, prepared = captured
     start = time.perf_counter()
-    plan = api._plan(model, prepared, {}, cluster, Config({"strategy": "auto"}), layout)
+    planner = ModelPlanner(model, cluster, Config({"strategy": "auto"}), layout.batch_size)
+    plan = planner.plan(prepared, {})
     return Ours(plan, prepared, time.perf_counter() - start)
 
 

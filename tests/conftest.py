@@ -161,7 +161,7 @@ def settings_end_with_the_test() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
-    api = sys.modules.get("whale.api")
-    if api is not None:
-        api._session.config = api.Config()
-        api._session.cluster = None
+    settings = sys.modules.get("whale.session")
+    if settings is not None:
+        settings.session.config = settings.Config()
+        settings.session.cluster = None

@@ -27,6 +27,7 @@ from tests.integration.table import PlanCase
 from tests.integration.training import Subject, merge, train_locally
 from tests.ranks import ModelServer, preload
 from tests.zoo import CASES
+from whale.session import ranks_of_job
 
 preload("tests.integration.training", "tests.device.training", "tests.device.test_unlike_hosts")
 
@@ -56,8 +57,7 @@ def train_on_two_hosts(subject: Subject, plan: PlanCase) -> tuple[DeviceTrace, l
     os.environ["LOCAL_WORLD_SIZE"] = str(RANKS_OF_HOST)
     settings.num_multiprocessors = MULTIPROCESSORS[rank]
     found = train_on_device(subject, plan)
-    assert wh.api._session.ranks is not None
-    return found, [wh.api._session.ranks.device.name]
+    return found, [ranks_of_job().device.name]
 
 
 @pytest.mark.parametrize(

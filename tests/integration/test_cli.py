@@ -21,11 +21,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typer.testing import CliRunner, Result
 
 from tests.exactness import local_training, mean_square, three_layers
-from whale import api
 from whale.cli import app, own_options_first
+from whale.config import Config
 from whale.launcher import first_failure
 from whale.plans.plan import Plan
 from whale.report import summary
+from whale.session import session
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.py"
@@ -96,7 +97,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For commands that run in this process: what scripts change is put back."""
     monkeypatch.setattr(sys, "argv", sys.argv[:])
     monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.setattr(api._session, "config", api._session.config)
+    monkeypatch.setattr(session, "config", session.config)
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
@@ -266,7 +267,7 @@ def test_wrong_use_is_one_message(
 
 def test_config_lists_every_field() -> None:
     printed = whale("config").stdout
-    for key, value in api.Config().to_dict().items():
+    for key, value in Config().to_dict().items():
         assert f"| `{key}` |" in printed and f"`{value!r}`" in printed
 
 

@@ -22,6 +22,7 @@ from whale import api
 from whale.capture.batch import BatchLayout, read_batch
 from whale.capture.prepare import CapturedModel
 from whale.lowering.weights import build_on_meta
+from whale.model_planner import ModelPlanner
 
 FLOAT_BYTES = 4
 """of float32"""
@@ -136,7 +137,8 @@ def plan_of(
     if cuts is not None:
         wh.annotate(model, {"|".join(globs): wh.replicate(1) for globs in cuts})
     cluster = wh.Cluster.uniform(num_devices, "V100-32GB", devices_per_host=8)
-    return api._plan(model, prepared, {}, cluster, wh.Config(config or {}), layout)
+    planner = ModelPlanner(model, cluster, wh.Config(config or {}), layout.batch_size)
+    return planner.plan(prepared, {})
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -13,12 +13,13 @@ import whale as wh
 from tests.exactness import Float64Mode, Trace, local_training
 from tests.integration.table import NUM_STEPS
 from tests.integration.training import Subject, batches
-from whale import api
 from whale.capture.batch import read_batch
 from whale.emulation.emulation import platform_of_this_job
+from whale.model_planner import ModelPlanner
 from whale.planning.zero_blocks import Sharing, blocks_of
 from whale.plans.plan import Plan
 from whale.runtime.engine import Engine
+from whale.session import ranks_of_job
 
 
 def sgd(pairs: Any) -> torch.optim.Optimizer:
@@ -94,9 +95,10 @@ def engine_of(
 def _uneven(subject: Subject, case: ZeroCase, config: wh.Config, sample: Any) -> Plan:
     """The plan of the job with other parts of every block."""
     assert subject.prepared is not None
-    cluster = platform_of_this_job(api._ranks()).cluster(None)
+    cluster = platform_of_this_job(ranks_of_job()).cluster(None)
     layout, _ = read_batch(sample)
-    made = api._plan(subject.model, subject.prepared, {}, cluster, config, layout, 2.0)
+    planner = ModelPlanner(subject.model, cluster, config, layout.batch_size)
+    made = planner.plan(subject.prepared, {})
     return recut(made, subject, case.fractions)
 
 

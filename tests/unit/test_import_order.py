@@ -35,9 +35,9 @@ ORDER = (
     ("calibration",),
     ("report",),
     ("notebook",),
-    ("api",),
+    ("session", "model_planner", "api"),
     ("integrations",),
-    ("launcher", "cli_plans", "cli_profile", "doctor", "cli", "__main__"),
+    ("launcher", "doctor", "cli", "__main__"),
 )
 """packages and modules of `whale`, the lowest first: each imports its own row and rows before it"""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

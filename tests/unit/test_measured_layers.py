@@ -15,7 +15,7 @@ from whale.calibration import turns
 from whale.calibration.layers import TimedRegion, layer_groups, layer_modules, measure_layers
 from whale.capture.batch import read_batch
 from whale.capture.graph import CapturedGraph
-from whale.cli_profile import captured_by, describe
+from whale.cli.profile_model import captured_by, describe
 from whale.cluster.cluster import Cluster
 from whale.cluster.layer_times import beside, save_layer_times
 from whale.costs.layer_times import regions_of_modules

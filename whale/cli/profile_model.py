@@ -1,7 +1,7 @@
 """The program of each rank of `whale profile --model`: captures the model of a script, times its
 layers, and rank 0 writes them beside the cluster file.
 
-python cli_profile.py cluster.yaml device train.py [arguments of the script]
+python profile_model.py cluster.yaml device train.py [arguments of the script]
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-from whale.api import CaptureReady, capturing_only
 from whale.calibration.layers import measure_layers
 from whale.calibration.profile_command import profile_ranks
 from whale.cluster.cluster import Cluster
@@ -18,6 +17,7 @@ from whale.cluster.layer_times import LayerTimes, beside, save_layer_times
 from whale.cluster.matching import match, this_place
 from whale.distributed.ranks import Ranks
 from whale.launcher import run_script
+from whale.session import CaptureReady, capturing_only
 from whale.units import human_seconds
 
 

@@ -5,33 +5,22 @@ at once.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from whale.planning.problem import Problem
-    from whale.plans.plan import Plan
-    from whale.search.search import Progress
+from whale.cli.options import FAILED, HtmlOption, JsonOption, require_folder, stop
 
-FAILED = 1
-WRONG_USE = 2
+if TYPE_CHECKING:
+    from whale.plans.plan import Plan
 
 PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN.JSON", help="written by whale plan --save")
 ]
 FirstPlan = Annotated[Path, typer.Argument(metavar="A.JSON")]
 SecondPlan = Annotated[Path, typer.Argument(metavar="B.JSON")]
-HtmlOption = Annotated[
-    Path | None, typer.Option(help="Also write a page with pictures to this file.")
-]
-JsonOption = Annotated[
-    Path | None,
-    typer.Option("--json", help="Also write all predicted figures and the timeline to this file."),
-]
 
 
 def show(file: PlanArgument) -> None:
@@ -106,33 +95,6 @@ def write_reports(plan: Plan, page: Path | None, figures: Path | None) -> None:
         print(f"figures written to {figures}")
 
 
-def write_advice(problem: Problem, launch: str, page: Path | None, figures: Path | None) -> None:
-    """The advice for a problem: tables, and where they are wanted the page and the JSON."""
-    from whale.report.advice_page import advice_html, advice_json, print_advice
-    from whale.search.advice import advise
-
-    try:
-        advice = advise(problem, launch, show_progress)
-    except ValueError as error:
-        stop(f"whale advise: {error}", FAILED)
-    print_advice(advice)
-    if page is not None:
-        page.write_text(str(advice_html(advice)), encoding="utf-8")
-        print(f"page written to {page}")
-    if figures is not None:
-        figures.write_text(json.dumps(advice_json(advice)) + "\n", encoding="utf-8")
-        print(f"figures written to {figures}")
-
-
-def show_progress(progress: Progress) -> None:
-    """One line on stderr that is written over, where somebody looks at it."""
-    if not sys.stderr.isatty():
-        return
-    best = "" if progress.best is None else f", best {progress.best.step_s:.4g} s a step"
-    text = f"search: {progress.what} {progress.done} of {progress.of}{best}"
-    print(f"\r{text:<78}", end="", file=sys.stderr, flush=True)
-
-
 def load(file: Path, command: str) -> Plan:
     """The plan of a file; one that cannot be read ends the command."""
     from whale.plans.plan import Plan
@@ -156,18 +118,3 @@ def print_plan(made: Plan, name: str = "the plan") -> None:
             f"whale: {name} contradicts itself ({type(error).__name__}: {error}); make it again "
             "with `whale plan --save`"
         )
-
-
-def require_folder(path: Path | None, option: str) -> None:
-    """Refuses a file that could not be written, before anything is computed for it."""
-    if path is not None and not path.absolute().parent.is_dir():
-        stop(f"{option} {path}: there is no folder {path.parent}")
-    if path is not None and path.is_dir():
-        stop(f"{option} {path}: is a folder; give a file")
-
-
-def stop(message: str, exit_code: int = WRONG_USE) -> NoReturn:
-    """Ends the command with one message on stderr."""
-    sys.stdout.flush()
-    print(message, file=sys.stderr)
-    raise typer.Exit(exit_code)

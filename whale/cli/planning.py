@@ -1,0 +1,217 @@
+"""`whale plan` and `whale advise`: what a training script would do on several devices. The script runs
+up to `wh.parallelize`; no process is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from whale.cli.options import (
+    FAILED,
+    ClusterOption,
+    DebugOption,
+    HtmlOption,
+    JsonOption,
+    NumDevicesOption,
+    OwnArguments,
+    ScriptArgument,
+    passed_on,
+    require_folder,
+    require_script,
+    stop,
+)
+from whale.cli.saved_plans import print_plan, write_reports
+
+if TYPE_CHECKING:
+    from whale.cluster.cluster import Cluster
+    from whale.planning.problem import Problem
+    from whale.plans.plan import Plan
+    from whale.search.search import Progress
+
+
+def plan(
+    script: ScriptArgument,
+    arguments: OwnArguments = None,
+    num_devices: NumDevicesOption = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Also write the plan to this JSON file.")
+    ] = None,
+    debug: DebugOption = False,
+    cluster: ClusterOption = None,
+    html: HtmlOption = None,
+    figures: JsonOption = None,
+) -> None:
+    """Show how a training script would run on several devices, without starting any process.
+
+    The script runs up to wh.parallelize. Options of Whale may stand before the script or right
+    behind it.
+    """
+    from whale.launcher import default_num_ranks
+
+    require_script(script, "plan")
+    if num_devices is not None and num_devices < 1:
+        stop(f"whale plan: -n {num_devices}: at least 1 device is needed")
+    for option, path in (("--save", save), ("--html", html), ("--json", figures)):
+        require_folder(path, f"whale plan: {option}")
+    described = None if cluster is None else _first_devices(cluster, num_devices)
+    num_devices = (
+        described.num_devices if described is not None else num_devices or default_num_ranks()
+    )
+    problems: list[Problem] = []
+    made = _plan_of_script(script, arguments or [], num_devices, debug, described, problems.append)
+    print_plan(made)
+    _print_hint(made, problems)
+    if save is not None:
+        made.save(save)
+        print(f"saved as {save}")
+    write_reports(made, html, figures)
+
+
+def _print_hint(made: Plan, problems: Sequence[Problem]) -> None:
+    """One line on what the search would give instead of a hand-made plan."""
+    from whale.search.hint import hint
+
+    text = hint(problems[0], made) if problems else None
+    if text is not None:
+        print(text)
+
+
+def advise(
+    script: ScriptArgument,
+    arguments: OwnArguments = None,
+    num_devices: NumDevicesOption = None,
+    debug: DebugOption = False,
+    cluster: ClusterOption = None,
+    html: HtmlOption = None,
+    figures: JsonOption = None,
+) -> None:
+    """Say which plans are best for a script on a cluster, what every device contributes, what one
+    more or a faster link would give, and which precision the cards want. No GPU, no processes.
+    """
+    from whale.launcher import default_num_ranks
+
+    require_script(script, "advise")
+    for option, path in (("--html", html), ("--json", figures)):
+        require_folder(path, f"whale advise: {option}")
+    described = None if cluster is None else _first_devices(cluster, num_devices)
+    number = described.num_devices if described is not None else num_devices or default_num_ranks()
+    options = f"--cluster {cluster}" if cluster is not None else f"-n {number}"
+    problem = _problem_of_script(script, arguments or [], number, debug, described)
+    command = f"whale run {options} {shlex.join([str(script), *(arguments or [])])}"
+    write_advice(problem, command, html, figures)
+
+
+def write_advice(problem: Problem, launch: str, page: Path | None, figures: Path | None) -> None:
+    """The advice for a problem: tables, and where they are wanted the page and the JSON."""
+    from whale.report.advice_page import advice_html, advice_json, print_advice
+    from whale.search.advice import advise
+
+    try:
+        advice = advise(problem, launch, show_progress)
+    except ValueError as error:
+        stop(f"whale advise: {error}", FAILED)
+    print_advice(advice)
+    if page is not None:
+        page.write_text(str(advice_html(advice)), encoding="utf-8")
+        print(f"page written to {page}")
+    if figures is not None:
+        figures.write_text(json.dumps(advice_json(advice)) + "\n", encoding="utf-8")
+        print(f"figures written to {figures}")
+
+
+def show_progress(progress: Progress) -> None:
+    """One line on stderr that is written over, where somebody looks at it."""
+    if not sys.stderr.isatty():
+        return
+    best = "" if progress.best is None else f", best {progress.best.step_s:.4g} s a step"
+    text = f"search: {progress.what} {progress.done} of {progress.of}{best}"
+    print(f"\r{text:<78}", end="", file=sys.stderr, flush=True)
+
+
+class _ProblemReady(BaseException):
+    """Here is what is to be planned, run no further."""
+
+
+def _problem_of_script(
+    script: Path, arguments: list[str], num_devices: int, debug: bool, cluster: Cluster | None
+) -> Problem:
+    """What the script asks to be planned; nothing is planned."""
+    problems: list[Problem] = []
+
+    def take(problem: Problem) -> None:
+        problems.append(problem)
+        raise _ProblemReady
+
+    with contextlib.suppress(_ProblemReady):
+        _plan_of_script(script, arguments, num_devices, debug, cluster, take)
+    return problems[0]
+
+
+def _plan_of_script(
+    script: Path,
+    arguments: list[str],
+    num_devices: int,
+    debug: bool,
+    cluster: Cluster | None,
+    on_problem: Callable[[Problem], None] | None = None,
+) -> Plan:
+    from whale.launcher import run_script, script_traceback
+    from whale.session import PlanReady, planning_only
+
+    exit_code: object = None
+    try:
+        with planning_only(num_devices, cluster, on_problem):
+            run_script(script, arguments)
+    except PlanReady as ready:
+        return ready.plan
+    except SystemExit as ended:
+        exit_code = ended.code
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+            raise typer.Exit(FAILED) from None
+        if isinstance(error, ValueError) and _comes_from_whale(error):
+            stop(f"whale plan: {error}", FAILED)
+        stop(
+            f"{script_traceback(error, script)}whale plan: {script} failed before it reached "
+            "wh.parallelize",
+            FAILED,
+        )
+    if exit_code not in (None, 0):
+        stop(
+            f"whale plan: {script} ended with sys.exit({exit_code!r}) before it reached "
+            f"wh.parallelize{passed_on(arguments)}",
+            FAILED,
+        )
+    stop(f"whale plan: {script} ended without calling wh.parallelize, so there is nothing to plan")
+
+
+def _comes_from_whale(error: BaseException) -> bool:
+    """Whether Whale refused something, in contrast to an error of the script's own."""
+    commands = Path(__file__).parent
+    package = commands.parent
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = Path(frame.filename)
+        launches = file.is_relative_to(commands) or file == package / "launcher.py"
+        if file.is_relative_to(package) and not launches:
+            return True
+    return False
+
+
+def _first_devices(file: Path, num_devices: int | None) -> Cluster:
+    from whale.cluster.cluster import Cluster
+
+    try:
+        cluster = Cluster.load(file)
+        return cluster if num_devices is None else cluster.first(num_devices)
+    except ValueError as error:
+        stop(f"whale plan: {error}")

@@ -1,0 +1,184 @@
+"""The plan for a captured model on a cluster: what is to be planned, with what the user's optimizer
+needs, and the search for the plan.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from whale.annotation import default_strategy
+from whale.capture.clean import operation_marks
+from whale.capture.lengths import Numbers
+from whale.capture.prepare import CapturedModel
+from whale.capture.sizes import refuse_unknown_sizes
+from whale.cluster.cluster import Cluster
+from whale.config import Config
+from whale.costs.optimizers import (
+    keeps_whole,
+    note_on_parts,
+    refuse_if_it_looks_at_others,
+    state_ratio,
+    update_work,
+)
+from whale.costs.update_work import UpdateWork
+from whale.planning.planner import Problem, fingerprint
+from whale.planning.workload import ADAM_STATE
+from whale.planning.zero import plan_with_owners
+from whale.plans.plan import Plan
+from whale.runtime.update import OptimizerFactory
+from whale.search.choose import choose_plan
+from whale.search.search import Progress
+from whale.units import human_seconds
+
+logger = logging.getLogger("whale")
+
+
+@dataclass(frozen=True)
+class ModelPlanner:
+    """Plans one model onto one cluster, for any lengths of its batches."""
+
+    model: torch.nn.Module
+    cluster: Cluster
+    config: Config
+    batch_size: int
+    optimizer: OptimizerFactory | None = None
+    ratio_without: float = ADAM_STATE
+    """bytes of optimizer state for each byte of parameters where there is no optimizer"""
+    on_problem: Callable[[Problem], None] | None = None
+    """sees what is to be planned, before it is"""
+
+    def plan(self, prepared: CapturedModel, numbers: Numbers) -> Plan:
+        """The plan for this capture with these numbers as lengths."""
+        refuse_unknown_sizes(prepared.captured)
+        config = self.config
+        problem = self._problem(prepared, numbers)
+        if self.on_problem is not None:
+            self.on_problem(problem)
+        made, _ = choose_plan(problem, _log_progress)
+        # the same for every length: a plan for one is a plan for the model
+        made = replace(made, model=fingerprint(prepared.captured))
+        if config.optimizer_state != "fp32":
+            note = (
+                f"optimizer states are held in {config.optimizer_state} between steps "
+                '("optimizer_state"): they are rounded, and results are not those of local training'
+            )
+            made = replace(made, notes=(*made.notes, note))
+        return self._with_owners(made, prepared)
+
+    def _problem(self, prepared: CapturedModel, numbers: Numbers) -> Problem:
+        planned = prepared.at(numbers) if numbers else prepared
+        return Problem(
+            captured=planned.captured,
+            kinds=planned.kinds,
+            marks=operation_marks(planned.capture, self.model),
+            default_strategy=default_strategy(),
+            term_texts=prepared.term_texts(),
+            not_additive=prepared.not_additive,
+            cluster=self.cluster,
+            config=self.config,
+            batch_size=self.batch_size,
+            optimizer_ratio=self._state_ratio(prepared),
+            update_work=self._update_work(prepared),
+            updates_whole=self._updates_whole(prepared),
+            float32_precision=torch.get_float32_matmul_precision(),
+        )
+
+    def _state_ratio(self, prepared: CapturedModel) -> float:
+        """Bytes of optimizer state for each byte of parameters; refuses fewer bits for states that
+        are not there.
+        """
+        ratio = self.ratio_without
+        if self.optimizer is not None:
+            known = state_ratio(prepared.captured, self.optimizer)
+            ratio = ADAM_STATE if known is None else known
+        kind = self.config.optimizer_state
+        if kind == "fp32":
+            return ratio
+        if ratio == 0.0:
+            raise ValueError(
+                f'"optimizer_state": "{kind}" holds the states of the optimizer in fewer bits, and '
+                'this optimizer has none of the size of a parameter. Try: "optimizer_state": '
+                '"fp32", or AdamW, or SGD with momentum'
+            )
+        bytes_of_four = {"bf16": 2.0, "int8": 1.0 + 4.0 / 256}[kind]
+        return ratio * bytes_of_four / 4
+
+    def _update_work(self, prepared: CapturedModel) -> UpdateWork | None:
+        """What an update of the user's optimizer launches; None where there is none, or nothing is
+        trained.
+        """
+        names = _trained_names(prepared)
+        if self.optimizer is None or not names:
+            return None
+        is_masked = self.config.on_nonfinite != "continue" or self.config.precision == "fp16"
+        return update_work(self.optimizer, names, is_masked)
+
+    def _updates_whole(self, prepared: CapturedModel) -> bool:
+        """Whether under ZeRO each parameter must stay whole on the rank that updates it; refuses an
+        optimizer that looks at parameters of other ranks.
+        """
+        config = self.config
+        asked = f'"zero": {config.zero!r}' if config.zero != 0 else None
+        if isinstance(config.offload, dict):
+            asked = f'"offload": {config.offload!r}'
+        if self.optimizer is None or asked is None:
+            return False
+        names = _trained_names(prepared)
+        refuse_if_it_looks_at_others(self.optimizer, names, asked)
+        return bool(names) and keeps_whole(self.optimizer, names)
+
+    def _with_owners(self, made: Plan, prepared: CapturedModel) -> Plan:
+        """The plan with an owner for each parameter that a grid cuts and the optimizer wants whole,
+        and a note where the optimizer sees parts all the same.
+        """
+        if self.optimizer is None or not made.is_uniform:
+            return self._with_note_on_parts(made, _first_cut_weight(made))
+        states = prepared.captured.state
+        trained = []
+        for sharding in made.shardings:
+            for name, stored in sharding.stored.items():
+                if stored.is_cut and states[name].trainable:
+                    trained.append(name)
+        if not trained or not keeps_whole(self.optimizer, trained):
+            return made
+        with_owners = plan_with_owners(made, prepared.captured)
+        parts = [name for name in trained if name not in with_owners.owners]
+        return self._with_note_on_parts(with_owners, parts[0]) if parts else with_owners
+
+    def _with_note_on_parts(self, made: Plan, cut: str | None) -> Plan:
+        """The plan with a note where the optimizer sees parts of a parameter, `cut` say, and gives
+        other values on them.
+        """
+        if self.optimizer is None or cut is None:
+            return made
+        note = note_on_parts(self.optimizer, cut)
+        return made if note is None else replace(made, notes=(*made.notes, note))
+
+
+def _trained_names(prepared: CapturedModel) -> list[str]:
+    """Names of all parameters that are trained."""
+    states = prepared.captured.state.values()
+    return [state.name for state in states if state.kind == "parameter" and state.trainable]
+
+
+def _first_cut_weight(plan: Plan) -> str | None:
+    """Name of a parameter that is stored in parts; None where all are whole."""
+    for template in plan.templates:
+        for sharding in template.shardings:
+            for name, stored in sharding.stored.items():
+                if stored.is_cut:
+                    return name
+    return None
+
+
+def _log_progress(progress: Progress) -> None:
+    """What a search tries, and the best so far: for those who look at the log."""
+    best = ""
+    if progress.best is not None:
+        text = progress.best.candidate.describe()
+        best = f"; best: {human_seconds(progress.best.step_s)} a step ({text})"
+    logger.info("search: %s %d of %d%s", progress.what, progress.done, progress.of, best)
