@@ -205,7 +205,7 @@ def _overflow(_: None, device: str) -> tuple[dict[str, Any], list[Any], dict[str
     for factor in (1.0, 1e3, 1.0):
         results.append(engine.step(_batch(1).float() * factor))
     seen = [(result.skipped, result.learning_rate, result.loss) for result in results]
-    return engine._updater.loss_scale.state(), seen, engine.full_state_dict()
+    return engine._training.updater.loss_scale.state(), seen, engine.full_state_dict()
 
 
 def test_an_overflow_is_found_on_the_device(server: ModelServer) -> None:

@@ -59,7 +59,7 @@ def _save_between_steps(_: None, folder: str, waits: bool) -> tuple[bool, int, f
     engine = _engine()
     device = engine._job.ranks.device
     engine.step(_batch(0))
-    engine._settle()
+    engine._training.settle()
     streams.synchronize()
     settings.kernel_s = KERNEL_S
     busy = torch.ones(1, device=device.name)
@@ -68,7 +68,7 @@ def _save_between_steps(_: None, folder: str, waits: bool) -> tuple[bool, int, f
     counters.clear()
     handle = engine.save(folder)
     if not waits:
-        engine._updater._before_update.clear()
+        engine._training.updater._before_update.clear()
     num_waits = sum(counters.host_waits.values())
     is_over = all(device.is_over(moment) for _, moment in _arrivals(handle))
     engine.step(_batch(1))

@@ -213,7 +213,7 @@ def slow_replica(engine: wh.Engine, step: int) -> None:
         times[3] *= 3
         found = rebalance(engine.plan, [StepTimes(BATCH_SIZE, tuple(times))], 0.1, step - 1)
         assert found is not None
-        engine._next_plan = found.plan
+        engine._training.next_plan = found.plan
         engine.take_new_shares()
 
 
@@ -270,12 +270,12 @@ def steps_that_count(prepared: CapturedModel) -> int:
         wh.init(wh.Config({"strategy": "data", "adapt": "suggest", "adapt_steps": 100}))
         engine = wh.parallelize(Net(), batches()[0], optimizer=sgd, prepared=prepared)
         engine.step(batches()[0])
-        assert engine._last_outcome is not None
+        assert engine._training.last_outcome is not None
         for step in range(1, 20):
-            engine._adapting.after_step(
-                object.__new__(Executor), engine._last_outcome, BATCH_SIZE, step
+            engine._training.adapting.after_step(
+                object.__new__(Executor), engine._training.last_outcome, BATCH_SIZE, step
             )
-        return len(engine._adapting._own)
+        return len(engine._training.adapting._own)
 
 
 def test_a_new_program_is_not_taken_for_one_that_is_gone(server: ModelServer) -> None:

@@ -35,7 +35,7 @@ def _num_buckets(with_plan: bool) -> int:
         plan=plan if with_plan else None,
     )
     engine.step(batch)
-    return sum(len(group.buckets) for group in engine._gradients._groups.values())
+    return sum(len(group.buckets) for group in engine._training.gradients._groups.values())
 
 
 def test_buckets_are_those_of_the_plan() -> None:

@@ -55,11 +55,11 @@ def train(stages: bool) -> tuple[list[bool], list[float], float, dict[str, Tenso
     )
     engine = wh.parallelize(model, batch(0), optimizer=optimizer)
     results = [engine.step(batch(step)) for step in range(NUM_STEPS)]
-    assert engine._updater.loss_scale is not None
+    assert engine._training.updater.loss_scale is not None
     return (
         [r.skipped for r in results],
         [r.loss for r in results],
-        engine._updater.loss_scale.scale,
+        engine._training.updater.loss_scale.scale,
         engine.full_state_dict(),
     )
 

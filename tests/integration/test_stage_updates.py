@@ -51,9 +51,9 @@ def train(
         own = engine()
         assert own.load(folder) == 2
     own.step(batches[2])
-    assert own._last_outcome is not None
+    assert own._training.last_outcome is not None
     return own.full_state_dict(), sum(
-        action.kind is Kind.UPDATE for action, _, _ in own._last_outcome.events
+        action.kind is Kind.UPDATE for action, _, _ in own._training.last_outcome.events
     )
 
 

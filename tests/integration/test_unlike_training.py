@@ -298,7 +298,7 @@ def test_dropout_is_drawn_again_when_recomputed(server: ModelServer) -> None:
 def with_fp16(_: CapturedModel, replicas: list[Any] | None) -> tuple[list[float], list[bool]]:
     wh.init({"precision": "fp16", "on_nonfinite": "skip", "replicas": replicas})
     engine = wh.parallelize(build(dtype=torch.float32), batch(0), optimizer=adamw)
-    engine._updater.loss_scale.scale = 2.0**40  # overflows at first
+    engine._training.updater.loss_scale.scale = 2.0**40  # overflows at first
     results = [engine.step(batch(step)) for step in range(3)]
     return [result.loss for result in results], [result.skipped for result in results]
 

@@ -61,7 +61,7 @@ def _resident_bytes(engine: Any) -> int:
 
     for tensor in engine._job.weights.values():
         count(tensor)
-    for held in engine._held:
+    for held in engine._training.held:
         if held.tensor.grad is not None:
             count(held.tensor.grad)
     if zero is not None:

@@ -63,10 +63,10 @@ def test_fp16_trains_and_skips_an_overflow() -> None:
     with torch.autocast("cpu", torch.float16):
         assert abs(first.loss - Small.forward(_fresh(), x).item()) < 1e-3
     before = {name: tensor.clone() for name, tensor in engine.full_state_dict().items()}
-    scale = engine._updater.loss_scale.scale
+    scale = engine._training.updater.loss_scale.scale
     result = engine.step(torch.full((8, 4), 100.0))
     assert result.skipped
-    assert engine._updater.loss_scale.scale == scale / 2
+    assert engine._training.updater.loss_scale.scale == scale / 2
     assert all(
         torch.equal(before[name], tensor) for name, tensor in engine.full_state_dict().items()
     )

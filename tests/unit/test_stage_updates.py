@@ -10,7 +10,7 @@ from torch import nn
 
 import whale as wh
 from whale.config import Config
-from whale.runtime.gradients import Held
+from whale.runtime.held import Held
 from whale.runtime.stage_updates import BY_PARAMETER, StageUpdates
 
 SETTINGS = {

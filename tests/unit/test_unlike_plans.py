@@ -33,7 +33,8 @@ from whale.plans.samples import SampleMap, num_samples_by_rank, template_samples
 from whale.plans.shards import Shards
 from whale.report.plan_page import html, plan_json
 from whale.report.plan_table import print_plan
-from whale.runtime.gradients import Bucket, Held, Unit, _Group, _queues
+from whale.runtime.gradients import Bucket, _Group, _queues
+from whale.runtime.held import Held, Unit
 from whale.search.candidate import Candidate, DeviceGroup, ReplicaChoice
 from whale.search.unlike import plan_of_candidate
 from whale.simulation.communication import all_reduces_of

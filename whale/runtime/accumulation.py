@@ -17,12 +17,13 @@ from torch import Tensor
 from whale.devices import Moment
 from whale.lowering.program import Lowered
 from whale.runtime.executor import Executor, StepInput, StepOutcome
-from whale.runtime.gradients import Held, scale_gradients
+from whale.runtime.gradients import scale_gradients
+from whale.runtime.held import Held
 from whale.runtime.masked_update import CLIP_EPSILON
 from whale.runtime.result import StepResult, Totals
 
 if TYPE_CHECKING:
-    from whale.runtime.engine import Engine
+    from whale.runtime.training import Training
 
 DRAW_SHIFT = 40
 """above any number of steps: the batches of one update draw different random numbers"""
@@ -131,9 +132,9 @@ class GradientSum:
 class StepInParts:
     """The step of an engine that is made in parts: where it stands, and what each part does."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._sum = GradientSum(engine._held)
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._sum = GradientSum(training.held)
         self._latest: BatchPass | None = None
         self._loss: Tensor | float = 0.0
         """this rank's part of the losses that count, each times its factor"""
@@ -142,13 +143,13 @@ class StepInParts:
         """loss and squared norm of the gradients, from when they are all in `.grad`"""
 
     def forward_backward(self, batch: Any) -> PassResult:
-        engine = self._engine
+        training = self._training
         self._sum.set_aside()
-        draw = engine.step_count + (self._sum.num_batches << DRAW_SHIFT)
-        self._latest = engine._run(batch, draw, updates_by_stage=False)
+        draw = training.step_count + (self._sum.num_batches << DRAW_SHIFT)
+        self._latest = training.run(batch, draw, updates_by_stage=False)
         loss = torch.stack([self._latest.outcome.loss])
-        transport = engine._shapes.transport
-        return PassResult(Totals(loss, engine._job.ranks, transport))
+        transport = training.shapes.transport
+        return PassResult(Totals(loss, training.job.ranks, transport))
 
     def accumulate(self, factor: float) -> None:
         if self._latest is None:
@@ -164,26 +165,26 @@ class StepInParts:
     def clip(self, max_norm: float) -> float:
         norm = float(self._finished().values()[1] ** 0.5)
         if norm > max_norm:
-            scale_gradients(self._engine._held, max_norm / (norm + CLIP_EPSILON))
+            scale_gradients(self._training.held, max_norm / (norm + CLIP_EPSILON))
         return norm
 
     def update(self) -> StepResult:
-        engine = self._engine
-        engine._need_optimizer("engine.update")
-        updating = engine._job.ranks.device.event()
+        training = self._training
+        training.need_optimizer("engine.update")
+        updating = training.job.ranks.device.event()
         totals = self._finished()
         latest = self._latest
         assert latest is not None
-        update = engine._updater.apply(
-            engine._held,
+        update = training.updater.apply(
+            training.held,
             totals,
-            engine.step_count,
+            training.step_count,
             lambda: latest.lowered.num_empty(latest.given.tensors),
             is_scaled=False,
         )
         done = replace(latest, batch_size=self._num_samples)
         self.clear()
-        return engine._end_step(done, totals, update, updating)
+        return training.end_step(done, totals, update, updating)
 
     def clear(self) -> None:
         self._sum.clear()
@@ -223,5 +224,5 @@ class StepInParts:
         if self._totals is None:
             self._sum.finish()
             assert isinstance(self._loss, Tensor) and self._latest is not None
-            self._totals = self._engine._totals(self._loss, self._latest, is_scaled=False)
+            self._totals = self._training.totals(self._loss, self._latest, is_scaled=False)
         return self._totals

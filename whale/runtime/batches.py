@@ -7,6 +7,7 @@ a rank holds only the samples that its stages read (`runtime/data.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,36 @@ class Batches:
             samples = self.own_samples(lowered, layout.batch_size)
             copied = lowered.inputs.copy(tensors, samples)
         return AheadBatch(batch, lowered, copied, num_rebalanced)
+
+    def all_ahead(self, batches: Iterable[Any], num_rebalanced: Callable[[], int]) -> Iterator[Any]:
+        """The same batches; on an accelerator, the copy of each begins before the one before it is
+        given out.
+        """
+        if not self._job.ranks.device.is_accelerator:
+            yield from batches
+            return
+        previous: Any = None
+        for batch in batches:
+            following = self.ahead(batch, num_rebalanced())
+            if previous is not None:
+                yield previous
+            previous = following
+        if previous is not None:
+            yield previous
+
+    def samples_to_read(self, batch_size: int) -> list[tuple[int, int]]:
+        """Sample intervals of a mini-batch that this rank reads, one for each micro-batch; none
+        when its stages read no input.
+        """
+        lowered = self._shapes.first
+        num_inputs = len(self._job.sample.tensors)
+        places: set[int] = set()
+        for chunk in lowered.chunks.values():
+            places.update(chunk.inputs)
+        # places beyond are those of whole-mini-batch values, which every rank computes
+        if not any(place < num_inputs for place in places):
+            return []
+        return self.own_samples(lowered, batch_size)
 
     def for_training(
         self,

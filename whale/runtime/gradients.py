@@ -23,7 +23,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -35,67 +34,9 @@ from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
 from whale.plans.buckets import bucket_size
 from whale.runtime.block_gradients import BlockGradients
+from whale.runtime.held import Held, Unit
 
 HALF = (torch.float16, torch.bfloat16)
-Cells = tuple[tuple[slice, ...], ...]
-"""boxes of a parameter as it lies on this rank"""
-
-
-@dataclass(frozen=True)
-class HeldPiece:
-    """Entries of a parameter that the same ranks hold."""
-
-    ranks: tuple[int, ...]
-    cells: Cells
-
-
-@dataclass(frozen=True)
-class Held:
-    """A trainable parameter on this rank."""
-
-    name: str
-    tensor: torch.nn.Parameter
-    ranks: tuple[int, ...]
-    """all holders, this rank included"""
-    stages: tuple[int, ...]
-    """stages of this rank that use it"""
-    pieces: tuple[HeldPiece, ...] = ()
-    """where other replicas cut it otherwise: its pieces, each with its own holders"""
-
-    @cached_property
-    def units(self) -> list[Unit]:
-        """What is summed as a whole."""
-        if not self.pieces:
-            return [Unit(self, self.ranks)]
-        return [Unit(self, piece.ranks, piece.cells) for piece in self.pieces]
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A parameter, or a piece of one, with those that sum its gradient."""
-
-    parameter: Held
-    ranks: tuple[int, ...]
-    cells: Cells | None = None
-    """None: the whole parameter"""
-
-    @property
-    def name(self) -> str:
-        return self.parameter.name
-
-    @property
-    def tensor(self) -> torch.nn.Parameter:
-        return self.parameter.tensor
-
-    @cached_property
-    def num_entries(self) -> int:
-        if self.cells is None:
-            return self.tensor.numel()
-        return sum(self.tensor[cell].numel() for cell in self.cells)
-
-    def parts(self, whole: Tensor) -> list[Tensor]:
-        """Views of a tensor of the parameter's shape."""
-        return [whole] if self.cells is None else [whole[cell] for cell in self.cells]
 
 
 @dataclass
@@ -443,10 +384,3 @@ def scale_gradients(held: Sequence[Held], factor: float | Tensor) -> None:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for dtype, gradients in by_dtype.items():
         foreach_mul_(gradients, factor.to(dtype) if isinstance(factor, Tensor) else factor)
-
-
-def by_backward_order(names: Sequence[str], first_use: Mapping[str, int]) -> list[str]:
-    """Parameters in the order in which backward finishes them: used last in forward, first here.
-    The same on every rank.
-    """
-    return sorted(names, key=lambda name: (-first_use.get(name, -1), name))

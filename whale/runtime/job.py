@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,8 @@ from whale.distributed.ranks import Ranks
 from whale.plans.plan import Plan
 from whale.plans.shards import Shards
 from whale.runtime.zero import Zero, trained_parts
+
+logger = logging.getLogger("whale")
 
 
 @dataclass
@@ -43,6 +46,9 @@ class Job:
     """lengths that were planned for, by name; others are those of the sample"""
     replan: Callable[[CapturedModel, Numbers], Plan] | None = None
     """the plan for a graph with these numbers as lengths, made on rank 0; None: never anew"""
+
+    warned: set[str] = field(default_factory=set)
+    """warnings that were given"""
 
     @staticmethod
     def of_stand_in(stand_in: StandIn, platform: Platform) -> Job:
@@ -77,6 +83,12 @@ class Job:
     def updated(self) -> Mapping[str, Tensor]:
         """This rank's parameters as its optimizer updates them: of those that are cut its rows."""
         return trained_parts(self.zero, self.weights)
+
+    def warn_once(self, warning: str) -> None:
+        """Logs a warning for the first time that it is given, on rank 0."""
+        if self.ranks.rank == 0 and warning not in self.warned:
+            self.warned.add(warning)
+            logger.warning(warning)
 
     @property
     def task(self) -> Task:

@@ -27,7 +27,8 @@ from torch import Tensor
 from whale.compat import foreach_norm, fused_step, has_fused_step
 from whale.config import Config
 from whale.devices import LocalDevice
-from whale.runtime.gradients import CountedGradient, Held, scale_gradients
+from whale.runtime.gradients import CountedGradient, scale_gradients
+from whale.runtime.held import Held
 from whale.runtime.loss_scale import DeviceLossScale
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_

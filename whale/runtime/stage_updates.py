@@ -21,7 +21,7 @@ import torch
 
 from whale.compat import has_step_hooks
 from whale.config import Config
-from whale.runtime.gradients import Held
+from whale.runtime.held import Held
 
 BY_PARAMETER: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {

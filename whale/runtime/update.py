@@ -22,13 +22,8 @@ from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
 from whale.lowering.program import Lowered
 from whale.runtime.compressed_states import CompressedStates
-from whale.runtime.gradients import (
-    Held,
-    by_backward_order,
-    counted_gradients,
-    scale_gradients,
-    squared_norm,
-)
+from whale.runtime.gradients import counted_gradients, scale_gradients, squared_norm
+from whale.runtime.held import Held, by_backward_order
 from whale.runtime.job import Job
 from whale.runtime.loss_scale import DeviceLossScale, LossScale
 from whale.runtime.masked_update import CLIP_EPSILON, NUM_EMPTY, MaskedUpdates, can_mask
