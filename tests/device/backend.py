@@ -147,7 +147,8 @@ def _patch_tensors() -> None:
     def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         made = real_empty(*args, **kwargs)
         if pin_memory:
-            kernels.pinned_storages.add(made.untyped_storage()._cdata)
+            storage = made.untyped_storage()
+            kernels.pinned_storages[storage._cdata] = storage
         return made
 
     def pin_memory(tensor: torch.Tensor, device: object = None) -> torch.Tensor:

@@ -60,6 +60,15 @@ DRAWN: dict[Any, Callable[..., Any]] = {aten.native_dropout.default: _native_dro
 """operations that take no generator, with one: the host may use the CPU's own at the same time"""
 
 
+def needs_the_cpu_generator(op: Any) -> bool:
+    """Whether only the CPU's default generator can draw for an operation: then the host has to wait
+    for it, since it seeds that generator itself (before every micro-batch, say).
+    """
+    takes_one = any(each.name == "generator" for each in op._schema.arguments)
+    gives_tensors = any(str(each.type) == "Tensor" for each in op._schema.returns)
+    return gives_tensors and not takes_one and op not in DRAWN
+
+
 @contextlib.contextmanager
 def drawing(op: Any, draw: int | None, arguments: Arguments) -> Iterator[Arguments]:
     """The operation's arguments such that its CPU kernel draws the numbers of `draw`."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from tests.device.draws import DRAWN, Arguments, drawing, next_draw
+from tests.device.draws import DRAWN, Arguments, drawing, needs_the_cpu_generator, next_draw
 from tests.device.memory import (
     NAME,
     allocate,
@@ -76,6 +76,8 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
         return op.redispatch(CPU_KEYS, *args, **kwargs)
     args = _scalars_as_tensors(op, args)
     _refuse_cpu_tensors(op, (args, kwargs))
+    if facts.is_random and not facts.written and needs_the_cpu_generator(op):
+        return _run_now(op, (args, kwargs), next_draw(list(args)))
     given = dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
     written = []
     for name in facts.written:
@@ -126,10 +128,11 @@ def _launch_on(
     launch(str(op), work, reads, writes)
 
 
-def _run_now(op: Any, arguments: Arguments) -> Any:
+def _run_now(op: Any, arguments: Arguments, draw: int | None = None) -> Any:
     """An operation whose shapes depend on values: the host has to wait, on a GPU too."""
     host_waits(str(op))
-    found = _call(op, _mapped(_cpu_leaf, arguments))
+    with drawing(op, draw, _mapped(_cpu_leaf, arguments)) as chosen:
+        found = _call(op, chosen)
     return pytree.tree_map_only(torch.Tensor, to_device, found)
 
 
@@ -235,8 +238,10 @@ def _empty_strided(
     return allocate(size, stride, dtype or torch.get_default_dtype())
 
 
-pinned_storages: set[int] = set()
-"""host memory that was asked for with `pin_memory=True`"""
+pinned_storages: dict[int, Any] = {}
+"""host memory that was asked for with `pin_memory=True`, by address. It is held for ever, as torch's
+allocator of pinned memory does: an address that came back would make other memory look pinned.
+"""
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:

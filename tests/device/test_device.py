@@ -4,6 +4,8 @@ programs without one give the CPU's values.
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -295,6 +297,41 @@ def _random_state() -> bool:
 
 def test_the_random_state_can_be_kept() -> None:
     assert on_device(_random_state) == [True]
+
+
+def _masks(is_host_busy: bool) -> list[float]:
+    """Sums of dropouts of numbered entries, while the host draws for itself or not."""
+    is_over = threading.Event()
+    sys.setswitchinterval(1e-6)  # threads take turns as often as they can
+
+    def draw() -> None:
+        while not is_over.is_set():
+            torch.default_generator.manual_seed(1)
+
+    host = threading.Thread(target=draw)
+    if is_host_busy:
+        host.start()
+    torch.get_device_module(DEVICE).manual_seed_all(3)
+    x = torch.arange(1000.0, device=DEVICE, requires_grad=True)
+    sums = [nn.functional.dropout(x, 0.5).sum() for _ in range(200)]
+    found = [each.item() for each in sums]
+    is_over.set()
+    if is_host_busy:
+        host.join()
+    return found
+
+
+def _masks_beside_a_busy_host() -> tuple[list[float], list[float]]:
+    return _masks(False), _masks(True)
+
+
+def test_what_the_host_draws_does_not_change_masks() -> None:
+    """Kernels run later than their launch, while the host seeds the CPU's generator for the next
+    micro-batch: `whale doctor` once found other bits in three runs of "dropout, recomputed".
+    """
+    ((quiet, busy),) = on_device(_masks_beside_a_busy_host)  # type: ignore[misc, attr-defined]
+    assert quiet == busy
+    assert len(set(quiet)) > 1
 
 
 # ---- copies
