@@ -23,6 +23,7 @@ from tests.device.streams import counters
 from tests.integration.training import prepare_subject
 from tests.ranks import ModelServer, RankError, preload, run_ranks
 from whale import api
+from whale.calibration import measure
 from whale.capture.batch import read_batch
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
@@ -186,6 +187,28 @@ def test_replicas_that_differ_are_found_at_the_start(server: ModelServer) -> Non
 def test_a_check_of_replicas_waits_once(server: ModelServer) -> None:
     """Row 3: for the check of the step before, whatever the number of parameters."""
     assert server.run(_checked, 2, (80, 80), 4, backend=BACKEND) == [3, 3]
+
+
+# ---- row 4: kernels that are not loaded yet
+
+COLD_S = 0.3
+SIZES = (4, 8, 16)
+
+
+def _measured_products(_: None) -> list[int]:
+    """Sizes of products that are measured where loading a kernel takes longer than any of them."""
+    settings.cold_s = COLD_S
+    measure.SIZES[True] = SIZES
+    measure.MEASURED_DTYPES[True] = ("fp32",)
+    return [size for _, size in measure._products(Ranks())]
+
+
+def test_loading_kernels_is_no_part_of_a_measurement(server: ModelServer) -> None:
+    """Row 4: the first product took as long as loading it, so that larger ones, by which a device is
+    judged, were left out as too slow.
+    """
+    (found,) = server.run(_measured_products, 1, backend=BACKEND)
+    assert tuple(found) == SIZES
 
 
 # ---- row 11: edges outside the plan

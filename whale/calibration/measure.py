@@ -170,6 +170,7 @@ def _products(ranks: Ranks) -> dict[tuple[str, int], Subject]:
             if 2.0 * size**3 / rate > LONGEST_CALL_S:
                 break
             found[dtype, size] = _product(ranks, dtype, size)
+            found[dtype, size].turn()  # the first one loads kernels, which takes longer than it
             # the rate of the slowest rank, so that all continue or none
             rate = 2.0 * size**3 / max(ranks.gather(found[dtype, size].turn()[0]))
     return found
