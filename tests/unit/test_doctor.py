@@ -15,6 +15,7 @@ from whale.cli import app
 from whale.devices import CudaDevice, GpuProperties
 from whale.doctor import facts, gpu_check
 from whale.doctor.facts import Fact, all_facts
+from whale.doctor.rows import Outcome
 
 GIB = 2**30
 
@@ -100,6 +101,27 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
     wrong = CliRunner().invoke(app, ["doctor", "--gpu", "-n", "0"])
     assert wrong.exit_code == 2
+
+
+def test_a_host_without_gpus_is_told(tmp_path: Path) -> None:
+    """What `make gpu-check` does there: it fails, and says why; a report of CPU ranks would look
+    like one of GPUs.
+    """
+    if devices.num_accelerators():
+        pytest.skip("this host has some")
+    report = tmp_path / "report.md"
+    result = CliRunner().invoke(app, ["doctor", "--gpu", "-o", str(report)])
+    assert result.exit_code == 1
+    words = " ".join(result.output.split())
+    assert "torch finds no accelerator on this host, so nothing was tried" in words
+    assert "Try: a CUDA build of torch" in words
+    assert not report.exists()
+
+
+def test_a_report_of_cpu_ranks_says_so() -> None:
+    outcomes = [Outcome("exactness", "1 micro-batch", True, "differs by 1e-16")]
+    text = gpu_check.report([], outcomes, 2)
+    assert ("No accelerator was tried" in text) == (not devices.num_accelerators())
 
 
 def test_ranks_of_a_part_get_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:

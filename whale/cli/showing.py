@@ -36,10 +36,16 @@ def doctor(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="With --gpu: the report to write.")
     ] = Path("whale-doctor.md"),
+    cpu: Annotated[
+        bool,
+        typer.Option(
+            "--cpu", help="With --gpu, on a host without any: its rows on CPU ranks, to try them."
+        ),
+    ] = False,
     small: Annotated[bool, typer.Option("--small", hidden=True)] = False,
 ) -> None:
     """Say what this host has for training, what is missing and how to get it; exit code 1 when
-    something is.
+    something is, and for --gpu on a host without accelerators.
     """
     from whale.doctor.facts import all_facts  # brings torch
 
@@ -55,17 +61,36 @@ def doctor(
     Console().print(table)
     is_well = all(fact.status != "missing" for fact in facts)
     if gpu:
-        from whale import launcher
-        from whale.doctor.gpu_check import check_gpus
-
-        if not output.absolute().parent.is_dir():
-            stop(f"whale doctor: -o {output}: there is no folder {output.parent}")
-        if num_ranks is not None and num_ranks < 1:
-            stop(f"whale doctor: -n {num_ranks}: at least 1 rank is needed")
-        is_well &= check_gpus(num_ranks or launcher.default_num_ranks(), output, small)
-        print(f"whale doctor: {'all is well' if is_well else 'something is wrong'}, see {output}")
+        is_well &= _check_gpus(num_ranks, output, cpu, small)
     if not is_well:
         raise typer.Exit(FAILED)
+
+
+def _check_gpus(num_ranks: int | None, output: Path, cpu: bool, small: bool) -> bool:
+    """Whether all rows on the accelerators of this host are as they should be. A host without any
+    is refused unless `cpu` asks for CPU ranks: a report of these would look like one of GPUs.
+    """
+    from whale import launcher
+    from whale.doctor.facts import why_no_accelerators
+    from whale.doctor.gpu_check import check_gpus
+
+    if not output.absolute().parent.is_dir():
+        stop(f"whale doctor: -o {output}: there is no folder {output.parent}")
+    if num_ranks is not None and num_ranks < 1:
+        stop(f"whale doctor: -n {num_ranks}: at least 1 rank is needed")
+    reason = why_no_accelerators()
+    if reason is not None and not cpu:
+        stop(
+            f"whale doctor --gpu: torch finds no accelerator on this host, so nothing was tried "
+            f"and no report is written ({reason}). To try the command itself on CPU ranks: "
+            "whale doctor --gpu --cpu",
+            FAILED,
+        )
+    is_well = check_gpus(num_ranks or launcher.default_num_ranks(), output, small)
+    where = "" if reason is None else " on CPU ranks, which says nothing about GPUs"
+    found = "all is well" if is_well else "something is wrong"
+    print(f"whale doctor: {found}{where}, see {output}")
+    return is_well
 
 
 def schedule(

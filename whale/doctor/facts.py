@@ -86,20 +86,22 @@ def _version(package: str) -> str | None:
         return None
 
 
+def why_no_accelerators() -> str | None:
+    """Why torch finds none here, with what to try; None where it finds some."""
+    if any(kind.count() for kind in ACCELERATORS):
+        return None
+    return "; ".join(reason for kind in ACCELERATORS if (reason := kind.why_none()) is not None)
+
+
 def _devices() -> list[Fact]:
     section = "devices"
     found = []
-    reasons = []
     for kind in ACCELERATORS:
-        if kind.count() == 0:
-            reason = kind.why_none()
-            if reason is not None:
-                reasons.append(reason)
         for index in range(kind.count()):
             found += _device(kind(index))
-    if not found:
-        advice = "; ".join(reasons)
-        found.append(Fact(section, "accelerators", "none: ranks run on CPUs", "look", advice))
+    reason = why_no_accelerators()
+    if reason is not None:
+        found.append(Fact(section, "accelerators", "none: ranks run on CPUs", "look", reason))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found.append(Fact(section, "CPU cores", str(cores)))
     return found

@@ -1,7 +1,8 @@
 """Starts the parts of `whale doctor --gpu` one after the other, and writes one report file.
 
-A part that fails, hangs or crashes is a line of the report; the others run all the same. On a host
-without accelerators the same parts run on CPU ranks, which tries this command and nothing else.
+A part that fails, hangs or crashes is a line of the report; the others run all the same. A host
+without accelerators is refused, unless the same parts are to run on CPU ranks (`--cpu`): that tries
+this command and says nothing about GPUs, and so does its report.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ def report(facts: Sequence[Fact], outcomes: Sequence[Outcome], num_ranks: int) -
         if wrong
         else f"all {len(outcomes)} rows are as they should be"
     )
+    if not device.is_accelerator:
+        verdict = f"No accelerator was tried: these are CPU ranks. Of their rows, {verdict}"
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     lines = [
         "# whale doctor --gpu",
