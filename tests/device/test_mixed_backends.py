@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import whale as wh
 from tests.device import streams
@@ -25,6 +26,7 @@ from tests.integration.training import (
     RankTrace,
     Subject,
     batches,
+    cluster_of,
     engine_on_rank,
     merge,
     train_locally,
@@ -185,6 +187,81 @@ def test_whale_starts_a_job_of_different_devices(server: ModelServer) -> None:
     row, devices_of_ranks = JOBS[0]
     ranks = server.run(train_mixed, row.num_ranks, "chain", row, devices_of_ranks, _free_port())
     _check(ranks, "chain", row, devices_of_ranks)
+
+
+# ---- autocast: each type of device has a list of operations of its own
+
+
+class Normed(nn.Module):
+    """A layer norm: float32 under autocast on accelerators, 16 bits on CPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.tanh(self.first(x))).float().square().mean()
+
+
+class Plain(nn.Module):
+    """Operations that every list treats alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x))).float().square().mean()
+
+
+def _in_16_bits(_: None, build: type[nn.Module]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of training under autocast, on a test device beside a CPU."""
+    _take_device((GPU, CPU))
+    wh.init({"precision": "bf16", "strategy": "data"})
+    cluster = cluster_of(JOBS[0][0])
+    torch.manual_seed(0)
+    data = [torch.randn(6, 8) for _ in range(NUM_STEPS)]
+    engine = wh.parallelize(build(), data[0], optimizer=_sgd, cluster=cluster)
+    losses = [engine.step(batch).loss for batch in data]
+    return losses, {name: tensor.cpu() for name, tensor in engine.full_state_dict().items()}
+
+
+def _sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+
+
+def test_operations_that_autocast_treats_differently_are_refused_by_name(
+    server: ModelServer,
+) -> None:
+    said = (
+        r"layer_norm \(.*test_mixed_backends.py.*\) gives float32 on rank 0 \(testgpu\), and rank 1 "
+        r"\(cpu\) has layer_norm in bfloat16 there"
+    )
+    with pytest.raises(RankError, match=said):
+        server.run(_in_16_bits, 2, Normed, timeout_s=40)
+
+
+def test_operations_that_autocast_treats_alike_train(server: ModelServer) -> None:
+    ranks = server.run(_in_16_bits, 2, Plain, timeout_s=40)
+    torch.manual_seed(0)
+    data = [torch.randn(6, 8) for _ in range(NUM_STEPS)]
+    model = Plain()
+    optimizer = _sgd(model.parameters())
+    losses = []
+    for batch in data:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for found, _ in ranks:
+        assert found == ranks[0][0]
+        assert found == pytest.approx(losses, rel=1e-2)  # 8 bits of mantissa
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(ranks[0][1][name], tensor, rtol=1e-2, atol=1e-2)
 
 
 # ---- groups

@@ -14,12 +14,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from whale.capture.batch import BatchLayout
 from whale.capture.errors import CaptureError
+from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.lengths import Numbers, Place, can_vary, varying
 from whale.capture.prepare import CapturedModel
 from whale.distributed.ranks import Ranks
 from whale.lowering.program import Assign, Lowered
+from whale.operations.nodes import op_name
 from whale.planning.planner import fingerprint
 
 logger = logging.getLogger("whale")
@@ -154,8 +158,35 @@ def same_on_all_ranks(
     """
     if len(set(ranks.gather(fingerprint(prepared.captured)))) > 1:
         prepared = prepared.in_canonical_order()
+        _refuse_other_autocast(prepared.captured, ranks)
     ranks.agree(what, fingerprint(prepared.captured), advice)
     return prepared
+
+
+def _refuse_other_autocast(captured: CapturedGraph, ranks: Ranks) -> None:
+    """Raises on every rank where autocast runs an operation in another dtype on another type of
+    device: torch has a list of operations for each type.
+    """
+    found = []
+    for node in captured.compute_nodes():
+        value = node.meta.get("val")
+        if node.meta.get("autocast") is not None and isinstance(value, Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            found.append((op_name(node), dtype, user_line(node)))
+    everyone = ranks.gather((ranks.device.type, found))
+    first_type, first = everyone[0]
+    for rank, (device_type, others) in enumerate(everyone):
+        if device_type == first_type:
+            continue
+        for (name, dtype, line), (other_name, other_dtype, _) in zip(first, others, strict=False):
+            if (name, dtype) != (other_name, other_dtype):
+                raise ValueError(
+                    "autocast computes differently on the devices of this job, since torch has a "
+                    f"list of operations for each type: {name} ({line}) gives {dtype} on rank 0 "
+                    f"({first_type}), and rank {rank} ({device_type}) has {other_name} in "
+                    f'{other_dtype} there. Try: "precision": "default", with a model in 16 bits '
+                    "(`model.bfloat16()`) if that was the aim; or devices of one type"
+                )
 
 
 def what_changed(layout: BatchLayout, sample: BatchLayout) -> str:
