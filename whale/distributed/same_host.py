@@ -29,6 +29,7 @@ import socket
 import struct
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -183,14 +184,16 @@ class Incoming:
         """by tag: messages that came before the one that was waited for; None: it comes by gloo"""
         self._lock = threading.Lock()  # a loss may be read by another thread
 
-    def wait(self, buffer: Tensor, tag: int) -> None:
-        """Fills the buffer, which is contiguous, with the message of this tag."""
+    def wait(self, buffer: Tensor, tag: int, spin_s: float = 0.0) -> None:
+        """Fills the buffer, which is contiguous, with the message of this tag. It looks again and
+        again for `spin_s` seconds before it sleeps.
+        """
         with self._lock:
-            self._wait(buffer, tag)
+            self._wait(buffer, tag, spin_s)
 
-    def _wait(self, buffer: Tensor, tag: int) -> None:
+    def _wait(self, buffer: Tensor, tag: int, spin_s: float) -> None:
         while tag not in self._early:
-            self._read()
+            self._read(spin_s)
             if self._sort(buffer, tag):
                 return
         known = self._early.pop(tag)
@@ -235,7 +238,9 @@ class Incoming:
         """Lets go of messages that a failed step left behind, by their tags."""
         self._early = {tag: found for tag, found in self._early.items() if not is_old(tag)}
 
-    def _read(self) -> None:
+    def _read(self, spin_s: float) -> None:
+        if spin_s and self._read_soon(spin_s):
+            return
         while not all(outgoing.flush() for outgoing in self._own.values()):
             try:  # both sides may have a full socket: read and write in turns
                 size = self._connection.recv_into(self._packet, 0, socket.MSG_DONTWAIT)
@@ -248,6 +253,17 @@ class Incoming:
             )  # BlockingIOError after the time of SO_RCVTIMEO
         if size == 0:
             raise RuntimeError("Connection closed by peer")
+
+    def _read_soon(self, spin_s: float) -> bool:
+        """Whether a packet came within so many seconds, of which others may use the core."""
+        end = time.perf_counter() + spin_s
+        while time.perf_counter() < end:
+            try:
+                # nothing in it: the other rank is gone, and the wait that follows says so
+                return self._connection.recv_into(self._packet, 0, socket.MSG_DONTWAIT) > 0
+            except BlockingIOError:
+                os.sched_yield()
+        return False
 
 
 def _address(memory: mmap.mmap | bytearray) -> int:

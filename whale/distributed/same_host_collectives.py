@@ -7,8 +7,8 @@ between 2 ranks take 9.5 instead of 16 to 23 ms, 1.3 MB 0.75 instead of 0.9 (doc
 is cut into blocks, and of every block each of k ranks answers for one part:
 
     offer      every rank sends each of the others the part that the other one answers for
-    reduce     every rank sums its part: its own, then the others in the order of their ranks; it
-               sends the sum to all others
+    reduce     every rank sums its part: its own, then the others in the order of their ranks (16
+               bits in float32, rounded once); it sends the sum to all others
     collect    every rank takes the sums of the other parts: all have the same bits
 
 Two blocks are offered ahead, so that nobody waits for the others' copies:
@@ -35,6 +35,7 @@ from whale.distributed.same_host import RING_BYTES
 if TYPE_CHECKING:
     from whale.distributed.transport import Transport
 
+HALF = (torch.float16, torch.bfloat16)
 BLOCK_BYTES = 4 * 1024**2
 """smaller blocks take longer in Python than in memory, larger ones do not stay in the caches"""
 MOST_GATHERED_BYTES = 4 * 1024**2
@@ -42,6 +43,10 @@ MOST_GATHERED_BYTES = 4 * 1024**2
 NUM_AHEAD = 5
 """parts for which the beginning of a ring must be free before it is used again: four are on their
 way, of sizes that differ by a number
+"""
+EXCHANGE_SPIN_S = 5e-5
+"""how long an exchange is waited for awake. Devices of a grid run the same program, so that parts come
+within microseconds, sixteen times and more in a step; to be woken up takes as long as all of this
 """
 FIRST_TAG = 2**41
 """of the parts that go from rank to rank, beyond the tags of all messages"""
@@ -164,8 +169,7 @@ class SameHostCollectives:
         for number in range(len(blocks) + 1):
             if number < len(blocks):
                 own = blocks[number][own_rank]
-                for peer in peers:
-                    own += self._take(arrived[: own.numel()], peer, "its part of an all-reduce")
+                self._sum(own, arrived[: own.numel()], peers, "its part of an all-reduce")
                 for peer in peers:
                     self._send(own, peer, enough_bytes)
                 offer(number + 2)
@@ -202,13 +206,20 @@ class SameHostCollectives:
                 if number < len(blocks[peer]):
                     self._send(blocks[peer][number], peer, enough_bytes)
             if number < len(own) and arrived is not None:
-                for peer in peers:
-                    own[number].add_(
-                        self._take(
-                            arrived[: own[number].numel()], peer, "its part of a reduce-scatter"
-                        )
-                    )
+                into = arrived[: own[number].numel()]
+                self._sum(own[number], into, peers, "its part of a reduce-scatter")
         self._transport.push_rings(peers)
+
+    def _sum(self, own: Tensor, arrived: Tensor, peers: Sequence[int], description: str) -> None:
+        """Adds the parts of the others to this rank's own, in the order of their ranks. Numbers of
+        16 bits are added in float32 and rounded once.
+        """
+        is_narrow = len(peers) > 1 and own.dtype in HALF
+        total = own.float() if is_narrow else own
+        for peer in peers:
+            total += self._take(arrived, peer, description)
+        if is_narrow:
+            own.copy_(total)
 
     def finish_gathers(self) -> None:
         """Waits for all gathers that began. What others sent for them stands in the rings before
@@ -253,7 +264,9 @@ class PartsUnderway:
         """Returns when all are there; again, at once."""
         while self._arriving:
             into, rank, tag = self._arriving.pop(0)
-            self._transport.take_through_memory(into, rank, tag, "its part of an exchange")
+            self._transport.take_through_memory(
+                into, rank, tag, "its part of an exchange", EXCHANGE_SPIN_S
+            )
 
 
 class Gather:

@@ -155,11 +155,11 @@ class Transport:
         """
         return peer in self._rings_from
 
-    def wait(self, arrival: Arrival) -> None:
+    def wait(self, arrival: Arrival, spin_s: float = 0.0) -> None:
         start = time.perf_counter()
         try:
             if arrival.work is None:
-                self._rings_from[arrival.peer].wait(arrival.buffer, arrival.tag)
+                self._rings_from[arrival.peer].wait(arrival.buffer, arrival.tag, spin_s)
             else:
                 arrival.work.wait()
         except (RuntimeError, OSError) as error:
@@ -234,9 +234,11 @@ class Transport:
                 ring.flush()
             time.sleep(FULL_RING_S)
 
-    def take_through_memory(self, buffer: Tensor, peer: int, tag: int, description: str) -> None:
-        """Fills the buffer with the message of this tag, and waits for it."""
-        self.wait(Arrival(None, buffer, peer, tag, description))
+    def take_through_memory(
+        self, buffer: Tensor, peer: int, tag: int, description: str, spin_s: float = 0.0
+    ) -> None:
+        """Fills the buffer with the message of this tag, and waits for it: `spin_s` seconds awake."""
+        self.wait(Arrival(None, buffer, peer, tag, description), spin_s)
 
     def push_rings(self, peers: Iterable[int]) -> None:
         """Returns when all packets to these have left: this rank may not come back for long."""

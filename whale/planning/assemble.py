@@ -243,8 +243,8 @@ def _narrow_sum_notes(captured: CapturedGraph, plan: Plan) -> list[str]:
         return []
     return [
         f"gradients of {count(len(found), 'parameter')} in 16 bits are summed over devices in 16 "
-        'bits, and round at every hop. Try: weights in float32 with "precision": "bf16", whose '
-        "gradients are summed in float32"
+        "bits, and round at every hop (CPU ranks of one host: once). Try: weights in float32 with "
+        '"precision": "bf16", whose gradients are summed in float32'
     ]
 
 
