@@ -37,7 +37,7 @@ class Block(nn.Module):
         num_samples, length, _ = x_BTD.shape
         heads = self.qkv(self.norm(x_BTD)).view(num_samples, length, 3, 2, WIDTH // 2)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
-        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        causal = torch.ones(length, length, dtype=torch.bool, device=x_BTD.device).tril()
         mask = causal & keep_BT[:, None, None, :]
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return x_BTD + self.out(mixed.transpose(1, 2).reshape(num_samples, length, WIDTH))
@@ -56,7 +56,7 @@ class Text(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         keep = tokens != 0
         keep[:, 0] = True
-        positions = torch.arange(tokens.shape[1]) / 10
+        positions = torch.arange(tokens.shape[1], device=tokens.device) / 10
         x = self.embed(tokens) + positions[:, None]
         x = self.second(self.first(x, keep), keep)
         return F.cross_entropy(self.head(x).view(-1, WORDS), labels.view(-1))

@@ -1,0 +1,118 @@
+"""Plans beyond the exactness table, on the test device: ZeRO at every level, batches of many
+lengths. (Model replicas that are not alike are rows of `test_exactness.py`.)
+
+The jobs are those of tests/integration, which compare with local training on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tests.device import streams
+from tests.device.collectives import BACKEND
+from tests.device.local_device import use_test_device
+from tests.device.training import prepare_on_device
+from tests.exactness import Trace, compare, local_training
+from tests.integration import test_lengths, zero_cases
+from tests.integration.training import Subject
+from tests.integration.zero_cases import WAYS, ZeroCase, trace_of
+from tests.ranks import ModelServer, preload
+
+preload("tests.integration.zero_cases", "tests.integration.test_lengths", "tests.device.training")
+MODEL = "tied"
+
+
+def _on_cpu(found: Any) -> Any:
+    """What a rank found, on the CPU; raises what went wrong on its streams."""
+    streams.synchronize()
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), found)
+
+
+# ---- ZeRO
+
+ON_DEVICES = [case for case in WAYS if "gloo" not in case.name]
+QUICK = {("DP 3, 2 micro-batches", 2), ("DP 2, uneven", 3), ("2 stages x 2", 1)}
+"""(way, level) that always run: even parts by one collective, uneven ones, beside stages"""
+
+
+def _zero_rows() -> list[Any]:
+    """Every way at one level at least, every level; all pairs would be three times as many."""
+    rows = []
+    for number, case in enumerate(ON_DEVICES):
+        levels = {1 + number % 3, *(level for name, level in QUICK if name == case.name)}
+        for level in sorted(levels):
+            marks = () if (case.name, level) in QUICK else (pytest.mark.slow,)
+            rows.append(pytest.param(case, level, marks=marks, id=f"{case.name}, level {level}"))
+    return rows
+
+
+def train_zero(subject: Subject, case: ZeroCase, level: int) -> zero_cases.ZeroTrace:
+    """One rank."""
+    trace = zero_cases.train(subject, case, "adamw", level)
+    trace.gradients = _on_cpu(trace.gradients)
+    trace.state = _on_cpu(trace.state)
+    return trace
+
+
+@pytest.fixture(scope="module")
+def tied() -> Iterator[ModelServer]:
+    with ModelServer(prepare_on_device, MODEL) as server:
+        yield server
+
+
+@pytest.mark.parametrize(("case", "level"), _zero_rows())
+def test_zero(tied: ModelServer, case: ZeroCase, level: int) -> None:
+    reference = tied.run_local(zero_cases.train_locally, "adamw", case.num_micro_batch)
+    ranks = tied.run(train_zero, case.num_ranks, case, level, backend=BACKEND)
+    assert ranks[0].level == level
+    compare(reference, trace_of(ranks[0], reference))
+
+
+# ---- lengths
+
+QUICK_LENGTHS = ("data parallel, 3 micro-batches",)
+
+
+def train_lengths(_: None, plan: str) -> tuple[Trace, int, list[float]]:
+    """One rank; batches of many lengths."""
+    _, config, marks = test_lengths.PLANS[plan]
+    trace, num_captures, evaluated = test_lengths.train(config, marks, test_lengths.DYNAMIC)
+    return (
+        Trace(trace.losses, _on_cpu(trace.gradients), _on_cpu(trace.weights)),
+        num_captures,
+        evaluated,
+    )
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ModelServer]:
+    with ModelServer(use_test_device) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    "way",  # not `plan`: tests/conftest.py would choose which are slow
+    [
+        pytest.param(name, marks=() if name in QUICK_LENGTHS else (pytest.mark.slow,))
+        for name in test_lengths.PLANS
+    ],
+)
+def test_many_lengths(server: ModelServer, way: str) -> None:
+    num_ranks = test_lengths.PLANS[way][0]
+    reference = local_training(
+        test_lengths.text(), test_lengths.mini_batches(), None, test_lengths.sgd
+    )
+    reference.buffers = None
+    ranks = server.run(train_lengths, num_ranks, way, backend=BACKEND)
+    trace, num_captures, evaluated = ranks[0]
+    compare(reference, trace)
+    assert num_captures == 1
+    trained = test_lengths.text()
+    trained.load_state_dict(reference.weights)
+    expected = [trained(**batch).item() for batch in test_lengths.mini_batches()[:3]]
+    assert evaluated == pytest.approx(expected, rel=1e-12)
