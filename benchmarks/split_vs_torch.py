@@ -1,9 +1,9 @@
 """A GPT block of width 512 on 2 ranks: `wh.split(2)` against `torch.distributed.tensor.parallel` on
-the same model, 1.1x at least.
+the same model, 1.1x at least, and against what no messages would take, 1.25x and 1.10x at most.
 
 torch gets the plan of its own tutorial: query, key, value and the first layer of the MLP by
-columns, the others by rows, an all-reduce behind each pair. Ceiling: what half of the same block
-takes on one rank without any message.
+columns, the others by rows, an all-reduce behind each pair. Ideal: what half of the same block takes
+on one rank without any message.
 """
 
 from __future__ import annotations
@@ -52,12 +52,18 @@ class Case:
     length: int
     num_blocks: int
     target: float
+    most_of_ideal: float
+    """times the ideal step that ours may take"""
     num_rounds: int
 
     @property
-    def name(self) -> str:
+    def shape(self) -> str:
         blocks = "1 block" if self.num_blocks == 1 else f"{self.num_blocks} blocks"
-        return f"torch / whale, {blocks}, {self.samples} x {self.length} tokens"
+        return f"{blocks}, {self.samples} x {self.length} tokens"
+
+    @property
+    def name(self) -> str:
+        return f"torch / whale, {self.shape}"
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(step)
@@ -66,8 +72,8 @@ class Case:
 
 
 CASES = (
-    Case(samples=2, length=64, num_blocks=2, target=1.1, num_rounds=30),
-    Case(samples=4, length=128, num_blocks=2, target=1.1, num_rounds=15),
+    Case(samples=2, length=64, num_blocks=2, target=1.1, most_of_ideal=1.25, num_rounds=30),
+    Case(samples=4, length=128, num_blocks=2, target=1.1, most_of_ideal=1.1, num_rounds=15),
 )
 
 
@@ -113,11 +119,19 @@ def make_optimizer(parameters: Iterator[Any]) -> torch.optim.Optimizer:
 
 
 def main() -> None:
-    report("split_vs_torch", [claim(case) for case in CASES])
+    report("split_vs_torch", [claim for case in CASES for claim in claims_of(case)])
 
 
-def claim(case: Case) -> Claim:
-    return claim_against_torch(case.name, run_ranks(measure, NUM_RANKS, case), case.target)
+def claims_of(case: Case) -> list[Claim]:
+    times: Times = run_ranks(measure, NUM_RANKS, case)
+    of_ideal = Claim(
+        f"whale / ideal, {case.shape}",
+        times.ratio("whale", "ideal"),
+        case.most_of_ideal,
+        at_most=True,
+        details={"of CPU time": round(times.cpu_ratio("whale", "ideal"), 4)},
+    )
+    return [claim_against_torch(case.name, times, case.target), of_ideal]
 
 
 def measure(case: Case) -> Times:
