@@ -36,8 +36,8 @@ def _on_cpu(found: Any) -> Any:
 # ---- ZeRO
 
 ON_DEVICES = [case for case in WAYS if "gloo" not in case.name]
-QUICK = {("DP 3, 2 micro-batches", 2), ("DP 2, uneven", 3), ("2 stages x 2", 1)}
-"""(way, level) that always run: even parts by one collective, uneven ones, beside stages"""
+QUICK = {("DP 2", 2), ("DP 2, uneven", 3)}
+"""(way, level) that always run: even parts by one collective, uneven ones one by one"""
 
 
 def _zero_rows() -> list[Any]:
@@ -75,8 +75,6 @@ def test_zero(tied: ModelServer, case: ZeroCase, level: int) -> None:
 
 # ---- lengths
 
-QUICK_LENGTHS = ("data parallel, 3 micro-batches",)
-
 
 def train_lengths(_: None, plan: str) -> tuple[Trace, int, list[float]]:
     """One rank; batches of many lengths."""
@@ -95,13 +93,8 @@ def server() -> Iterator[ModelServer]:
         yield found
 
 
-@pytest.mark.parametrize(
-    "way",  # not `plan`: tests/conftest.py would choose which are slow
-    [
-        pytest.param(name, marks=() if name in QUICK_LENGTHS else (pytest.mark.slow,))
-        for name in test_lengths.PLANS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", test_lengths.PLANS)
 def test_many_lengths(server: ModelServer, way: str) -> None:
     num_ranks = test_lengths.PLANS[way][0]
     reference = local_training(
