@@ -6,7 +6,7 @@ import torch
 
 from tests.device.collectives import BACKEND, install_collectives
 from tests.device.memory import NAME
-from tests.device.settings import settings
+from tests.device.settings import PREFIX, settings
 from whale import devices
 from whale.devices import Accelerator, Backend, GpuProperties
 
@@ -19,6 +19,7 @@ class TestGpu(Accelerator):
     __test__ = False
     type = NAME
     backend = TESTCCL
+    queues_variable = f"{PREFIX}NUM_QUEUES"
 
     def __init__(self, index: int | None = None) -> None:
         super().__init__(0)  # a process has one
