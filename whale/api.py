@@ -317,7 +317,7 @@ def _prepare(
         trust = Trust.ELSEWHERE
     else:
         trust = Trust.NOBODY
-    task = Task(loss, device, config.autocast)
+    task = Task(loss, device, config.autocast, config.capture_cache)
     if layout.length_names:
         try:
             return capture_model(model, layout, tensors, task, config, trust)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._sympy.numbers
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.optim import optimizer as torch_optimizer
 
@@ -25,10 +26,14 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "Operation",
+    "OperationPacket",
     "abort_process_groups",
+    "active_modes",
     "backward_hooks_of_all_modules",
     "backward_hooks_of_module",
     "causal_mask_detection",
+    "endless",
     "enter_autocast",
     "exit_autocast",
     "export_patches",
@@ -41,12 +46,15 @@ __all__ = [
     "hooks_of_tensor",
     "is_fake",
     "is_function_transform",
+    "neg_view",
     "patched",
     "patched_item",
     "pytree",
     "run_backward",
     "schema",
+    "size_functions",
     "stored_alike",
+    "symbolic_number",
     "tensor_stores",
     "without_modes",
     "without_tracing",
@@ -82,6 +90,51 @@ def schema(target: Any) -> torch.FunctionSchema:
     schema.
     """
     return target._schema
+
+
+Operation = torch._ops.OpOverload
+OperationPacket = torch._ops.OpOverloadPacket
+"""the types of `torch.ops.aten.add.Tensor` and `torch.ops.aten.add`; torch has no public name for
+them
+"""
+
+endless = torch.utils._sympy.numbers.int_oo
+"""the upper bound of a size without one"""
+
+neg_view = torch._neg_view
+"""a view that reads as the negative, which torch makes of `x.conj().imag`"""
+
+
+def active_modes() -> list[Any]:
+    """Modes that see every call of torch in this thread. Torch has no public way to list them."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+
+
+@lru_cache(maxsize=1)
+def size_functions() -> dict[str, Any]:
+    """Functions that sizes are made of, by name: those of sympy and torch's own, which are private."""
+    import sympy
+    from torch.utils._sympy import functions
+
+    names = "Add Mul Pow Equality Unequality StrictLessThan LessThan StrictGreaterThan GreaterThan"
+    found = {name: getattr(sympy, name) for name in [*names.split(), "And", "Or", "Not"]}
+    for name, value in vars(functions).items():
+        if isinstance(value, type) and issubclass(value, sympy.Basic):
+            if value.__module__ == functions.__name__:
+                found[name] = value
+    return found
+
+
+def symbolic_number(environment: Any, expression: Any, kind: str) -> Any:
+    """A size of a fake tensor (`int`), or what is computed from sizes (`float`, `bool`)."""
+    if kind == "bool":
+        return environment.create_symboolnode(expression)
+    if kind == "float":
+        return environment.create_symfloatnode(expression, hint=None)
+    return environment.create_symintnode(expression, hint=None)
 
 
 # Functions that fx graphs can call around a run of nodes; torch.autocast as a context manager

@@ -290,6 +290,11 @@ class Config(BaseModel):
     unused for longest goes first.
     """
 
+    capture_cache: Words | None = None
+    """Folder in which captured graphs are kept, so that the same model with the same batch is not
+    captured again by the next run. It must belong to you and be closed to others. None: no cache.
+    """
+
     bucket_bytes: Count = 25 * MIB
     """Gradients are all-reduced in buckets of about this many bytes, while the backward continues.
     """

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale as wh
+from tests.ranks import run_ranks
 
 
 class CutSum(nn.Module):
@@ -55,3 +56,36 @@ def test_an_unused_operation_before_a_no_grad_block() -> None:
     """`torch.export` forgets that it uses its input, and erasing it failed (seed 3009)."""
     plan = wh.plan(DeadBeforeNoGrad(), torch.randn(4, 6), cluster=2)
     assert plan.num_devices == 2
+
+
+class PartsCross(nn.Module):
+    """Two of the results of one operation go into another stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 6, dtype=torch.float64)
+        self.second = nn.Linear(3, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, places = self.first(x).topk(3, dim=1)
+        return (self.second(values) + self.second(places.to(values.dtype))).square().mean()
+
+
+def train_parts(num_ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+    wh.init()
+    model = PartsCross()
+    if num_ranks > 1:
+        wh.annotate(model, {"first": wh.replicate(1), "second": wh.split(2)})
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    engine = wh.parallelize(model, x, optimizer=lambda pairs: torch.optim.SGD(pairs, lr=0.1))
+    return [engine.step(x).loss for _ in range(2)], engine.full_state_dict()
+
+
+def test_one_of_several_results_goes_into_a_split_stage() -> None:
+    """A received `topk(...).indices` was looked for under another name (seed 20020: KeyError)."""
+    losses, weights = train_parts(1)
+    found, state = run_ranks(train_parts, 3, 3)[0]
+    assert found == pytest.approx(losses, rel=1e-12)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-12, atol=1e-12)

@@ -4,6 +4,8 @@ training.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,8 +60,10 @@ def local() -> tuple[list[float], list[float], dict[str, Tensor]]:
     return losses, norms, {name: t.detach() for name, t in model.state_dict().items()}
 
 
-def in_parts(stages: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    wh.init({"num_micro_batch": 2 if stages else 1})
+def in_parts(
+    stages: bool, config: dict[str, Any] | None = None
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    wh.init({"num_micro_batch": 2 if stages else 1, **(config or {})})
     model = net()
     if stages:
         wh.annotate(model, {"bottom": wh.replicate(1), "top": wh.replicate(1)})
@@ -96,6 +100,26 @@ def test_two_ranks(stages: bool) -> None:
     first, second = run_ranks(in_parts, 2, stages)
     check(first)
     assert second[:2] == first[:2]
+
+
+UNLIKE = {"replicas": [{"stages": [[0]], "samples": 2}, {"stages": [[1], [2]], "samples": 4}]}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "config"),
+    [
+        pytest.param(2, {"zero": 1}, marks=pytest.mark.slow),
+        pytest.param(2, {"zero": 2, "num_micro_batch": 2}, marks=pytest.mark.slow),
+        (2, {"zero": 3}),
+        pytest.param(3, {"zero": 3, "share_memory": False}, marks=pytest.mark.slow),
+        (3, UNLIKE),
+    ],
+)
+def test_zero_and_replicas_that_are_not_alike(num_ranks: int, config: dict[str, Any]) -> None:
+    found = run_ranks(in_parts, num_ranks, False, config)
+    check(found[0])
+    for other in found[1:]:
+        assert other[:2] == found[0][:2]
 
 
 def test_a_batch_that_does_not_count_leaves_no_trace() -> None:

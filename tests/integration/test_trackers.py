@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -95,7 +96,11 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     train(tmp_path, lambda: Wandb(project="test", mode="offline", dir=str(tmp_path)))
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    end = time.monotonic() + 60.0  # wandb's own process may write after `finish` has returned
     content = file.read_bytes()
+    while b"samples_per_s" not in content and time.monotonic() < end:
+        time.sleep(0.2)
+        content = file.read_bytes()
     assert b"samples_per_s" in content
     assert all(f"{loss!r}".encode() in content for loss in written(tmp_path))
 

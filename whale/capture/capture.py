@@ -14,13 +14,16 @@ The path of a capture, each step a file of this package:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 
 import torch
 
 from whale.capture.batch import BatchLayout
+from whale.capture.cache import CaptureCache
 from whale.capture.checks import (
     compare_other_length,
     compare_parts,
@@ -33,6 +36,8 @@ from whale.capture.export import Task, export_model
 from whale.capture.guards import refuse
 from whale.capture.prepare import CapturedModel, prepare
 from whale.config import Config
+
+logger = logging.getLogger("whale")
 
 
 class Trust(Enum):
@@ -61,9 +66,20 @@ def capture_model(
     if trust is Trust.COMPARE:
         on_device = [tensor.to(task.device) for tensor in tensors]
         with weights_on(model, task.device):
-            compare_with_eager(capture, model, on_device, task)
-            if capture.captured.lengths:
-                compare_other_length(capture, model, on_device, task)
+            try:
+                _compare(capture, model, on_device, task)
+            except ValueError as error:
+                if capture.cached_in is None:
+                    raise
+                # the model depends on something that no key can see
+                logger.warning(
+                    "capture_cache: the graph in %s is not that of the model (%s): %s is captured "
+                    "anew",
+                    *(capture.cached_in, str(error).splitlines()[0], type(model).__name__),
+                )
+                capture.cached_in.unlink(missing_ok=True)
+                capture = capture_training(model, layout, tensors, task)
+                _compare(capture, model, on_device, task)
     elif trust is Trust.NOBODY:
         refuse(capture.findings)
     # a number that is yet to be chosen stays 1 where the loss depends on it
@@ -75,6 +91,15 @@ def capture_model(
         if why_not:
             capture.captured.notes.append(why_not)
     return captured_model
+
+
+def _compare(
+    capture: Capture, model: torch.nn.Module, tensors: list[torch.Tensor], task: Task
+) -> None:
+    """Raises when the graph gives something else than the model."""
+    compare_with_eager(capture, model, tensors, task)
+    if capture.captured.lengths:
+        compare_other_length(capture, model, tensors, task)
 
 
 def capture_training(
@@ -91,8 +116,7 @@ def capture_training(
     with _modes_restored(model):
         if not was_training:
             model.train()
-        exported = export_model(model, layout, tensors, task, with_outputs)
-        capture = clean(exported, model, layout)
+        capture = _captured(model, layout, tensors, task, with_outputs)
     if not was_training:
         capture.captured.notes.append(
             "the model was in eval mode; engine.step trains it in training mode"
@@ -106,8 +130,25 @@ def capture_evaluation(
     """Exports loss and outputs in eval mode and cleans the graph."""
     with _modes_restored(model):
         model.eval()
-        exported = export_model(model, layout, tensors, task, with_outputs=True)
-        return clean(exported, model, layout)
+        return _captured(model, layout, tensors, task, with_outputs=True)
+
+
+def _captured(
+    model: torch.nn.Module,
+    layout: BatchLayout,
+    tensors: list[torch.Tensor],
+    task: Task,
+    with_outputs: bool,
+) -> Capture:
+    """The clean graph of the model in its present mode, from its file where there is one."""
+
+    def make() -> Capture:
+        return clean(export_model(model, layout, tensors, task, with_outputs), model, layout)
+
+    if task.cache_folder is None:
+        return make()
+    cache = CaptureCache(Path(task.cache_folder).expanduser())
+    return cache.capture(model, layout, task, with_outputs, make)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ class Capture:
     output_is_tensor: tuple[bool, ...] = ()
     has_loss: bool = True
     output_is_loss: bool = False
+    cached_in: Path | None = None
+    """file that it was read from (`"capture_cache"`)"""
 
 
 def _complete_users(graph: Graph) -> None:

@@ -55,6 +55,8 @@ class Task:
     loss: Loss | None
     device: str
     autocast: torch.dtype | None = None
+    cache_folder: str | None = None
+    """where captures are kept (`"capture_cache"`)"""
 
     def run(self, model: torch.nn.Module, batch: Any) -> tuple[Any, Callable[[], Any]]:
         """(output, function that gives its loss); both under autocast when that is asked for."""

@@ -92,4 +92,5 @@ class Job:
 
     @property
     def task(self) -> Task:
-        return Task(self.loss, self.ranks.device.type, self.config.autocast)
+        config = self.config
+        return Task(self.loss, self.ranks.device.type, config.autocast, config.capture_cache)

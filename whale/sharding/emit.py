@@ -131,7 +131,7 @@ class _Emitter:
         program = self.space.program
         for node in (*program.received, *program.inputs):
             self._set(
-                (node, 0),
+                value_of(node),  # a part of several results may be received, too
                 self.graph.placeholder(node.name),
                 dict.fromkeys(self.grid.axes, self.space.fixed_source(node)),
             )
