@@ -1,6 +1,6 @@
 """Captures in a folder of the user's own (`"capture_cache"`), one file each, named by the hash of all
 that they depend on (capture/cache_key.py). A file is two lines of JSON: a header with what it is and
-a checksum, and the graph (capture/cache_format.py).
+a checksum, and the graph (capture/cache_format.py, cache_reader.py).
 
 What is in the folder is data that decides what a job computes. So the folder and every file must
 belong to the user and be closed to others; anything else is refused or captured anew.
@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-import whale
 from whale.capture.batch import BatchLayout
-from whale.capture.cache_format import CannotCache, from_document, to_document
+from whale.capture.cache_format import CannotCache, to_document
 from whale.capture.cache_key import CannotDescribe, content_key
+from whale.capture.cache_reader import from_document
 from whale.capture.clean import Capture
 from whale.capture.export import Task
 
@@ -92,7 +92,7 @@ class CaptureCache:
             body = json.dumps(to_document(capture), separators=(",", ":")).encode()
             if len(body) > MOST_BYTES:
                 raise CannotCache(f"it has {len(body):,} bytes")
-        except CannotCache as error:
+        except Exception as error:  # a graph with something new in it is no reason to stop
             logger.warning("capture_cache: %s is not cached: %s", name, error)
             return
         header = json.dumps(_header(key, body)).encode()
@@ -114,7 +114,6 @@ class CaptureCache:
 def _header(key: str, body: bytes) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "whale": whale.__version__,
         "torch": torch.__version__,
         "key": key,
         "checksum": hashlib.blake2b(body, digest_size=16).hexdigest(),
@@ -161,7 +160,6 @@ def _read(file: Path, key: str) -> dict[str, Any]:
     for name, what in (
         ("format", "has the format"),
         ("torch", "is of torch"),
-        ("whale", "is of Whale"),
         ("key", "is of the capture"),
     ):
         said = header.get(name) if isinstance(header, dict) else None

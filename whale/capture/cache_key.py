@@ -4,7 +4,7 @@
     code       of every class and function that these reach: the code itself, what closures, defaults
                and globals hold, the files of their modules
     batch      structure, shapes, types, constants, lengths
-    settings   device type, autocast, modes of torch, versions of Python, torch and Whale
+    settings   device type, autocast, modes of torch, versions of Python and torch, Whale's code
 
 Attributes are followed as deep as they go. What cannot be described (a lock, an open file) makes the
 capture one that is not cached: never one whose hash leaves something out.
@@ -12,42 +12,44 @@ capture one that is not cached: never one whose hash leaves something out.
 
 from __future__ import annotations
 
-import dis
 import enum
 import functools
 import hashlib
 import logging
 import platform
-import site
 import sys
-import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib import metadata
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-import whale
 from whale.capture.batch import BatchLayout
+from whale.capture.cache_code import (
+    CannotDescribe,
+    attribute_names,
+    cell_content,
+    file_hash,
+    global_names,
+    kind_of,
+    slots,
+    version_of,
+)
 from whale.capture.export import Task
 from whale.compat import Operation, OperationPacket, active_modes
 from whale.dtypes import as_bytes
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice)
 OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+CONSTANT = (tuple, frozenset, types.CodeType)
 WEIGHTS = ("_parameters", "_buffers")
 NOT_PART = ("_whale_mark", "_whale_refusals", "_apply")
 """attributes that Whale gives to modules; a plan reads the mark from the model itself"""
 NOT_CODE = ("__dict__", "__weakref__", "__doc__", "__module__", "_abc_impl")
 OWN_SOURCES = ("annotation", "capture", "operations", "compat.py", "dtypes.py", "names.py")
 """of Whale: whose code makes the graph"""
-
-
-class CannotDescribe(Exception):
-    """Something that the capture may depend on, and that has no form which could be compared."""
 
 
 def content_key(model: torch.nn.Module, layout: BatchLayout, task: Task, with_outputs: bool) -> str:
@@ -61,13 +63,16 @@ def content_key(model: torch.nn.Module, layout: BatchLayout, task: Task, with_ou
         content.add("modes", [type(mode) for mode in active_modes()])
         content.add("model", model)
         content.add("loss", task.loss)
-    except RecursionError as error:
-        raise CannotDescribe("attributes of the model go too deep") from error
+    except CannotDescribe:
+        raise
+    except Exception as error:  # objects of others may answer in any way
+        where = ".".join(content.path)
+        raise CannotDescribe(f"{where}: {type(error).__name__}: {error}") from error
     return content.finish()
 
 
 def _settings(task: Task, with_outputs: bool) -> tuple[Any, ...]:
-    versions = (platform.python_version(), torch.__version__, whale.__version__)
+    versions = (platform.python_version(), torch.__version__)
     attention = (
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
@@ -87,7 +92,7 @@ def _settings(task: Task, with_outputs: bool) -> tuple[Any, ...]:
 def _own_sources() -> str:
     """Hash of the code of Whale that makes graphs: a changed working copy has the same version."""
     state = hashlib.blake2b(digest_size=16)
-    folder = Path(whale.__file__).parent
+    folder = Path(__file__).parents[1]
     for name in OWN_SOURCES:
         place = folder / name
         for file in sorted(place.glob("*.py")) if place.is_dir() else [place]:
@@ -113,7 +118,8 @@ class _Content:
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []
         """what has a number, so that ids stay their own"""
-        self._path: list[str] = []
+        self.path: list[str] = []
+        """to what is being described"""
         self._rules: list[tuple[Any, Callable[[Any], None]]] = [
             (torch.nn.Module, self._module),
             (torch.Tensor, self._tensor),
@@ -138,10 +144,10 @@ class _Content:
         ]
 
     def add(self, name: str, value: Any) -> None:
-        self._path.append(name)
+        self.path.append(name)
         self._text("name", name)
         self.value(value)
-        self._path.pop()
+        self.path.pop()
 
     def finish(self) -> str:
         return self._state.hexdigest()
@@ -151,11 +157,13 @@ class _Content:
         if type(value) in PLAIN or isinstance(value, OF_TORCH):
             self._text(type(value).__name__, repr(value))
             return
-        if id(value) in self._numbers:
-            self._text("again", str(self._numbers[id(value)]))
-            return
-        self._numbers[id(value)] = len(self._numbers)
-        self._alive.append(value)
+        # whether two equal constants are one object depends on who compiled the file
+        if not isinstance(value, CONSTANT):
+            if id(value) in self._numbers:
+                self._text("again", str(self._numbers[id(value)]))
+                return
+            self._numbers[id(value)] = len(self._numbers)
+            self._alive.append(value)
         for kind, rule in self._rules:
             if isinstance(value, kind):
                 rule(value)
@@ -231,14 +239,14 @@ class _Content:
         self._text("object")
         if isinstance(value, (str, bytes, int, float)):
             self._text(repr(value))
-        if hasattr(value, "__dict__") or _slots(type(value)):
+        if hasattr(value, "__dict__") or slots(type(value)):
             self.value(type(value))
             self._attributes(value)
             return
         try:
             made_from = value.__reduce_ex__(4)
         except TypeError as error:
-            where = ".".join(self._path)
+            where = ".".join(self.path)
             name = f"{type(value).__module__}.{type(value).__qualname__}"
             raise CannotDescribe(f"{where} is a {name}, which has no content to compare") from error
         self.value(made_from)
@@ -254,7 +262,7 @@ class _Content:
 
     def _attributes(self, value: Any) -> None:
         own = dict(getattr(value, "__dict__", {}))
-        for name in _slots(type(value)):
+        for name in slots(type(value)):
             if hasattr(value, name):
                 own[name] = getattr(value, name)
         self._items((name, own[name]) for name in sorted(own))
@@ -288,12 +296,12 @@ class _Content:
     def _function(self, value: types.FunctionType) -> None:
         self._text("function", value.__module__ or "", value.__qualname__)
         self._items([("defaults", value.__defaults__), ("named", value.__kwdefaults__)])
-        cells = [_cell(cell) for cell in value.__closure__ or ()]
+        cells = [cell_content(cell) for cell in value.__closure__ or ()]
         self.add("closure", cells)
         self._attributes(value)
         if self._follows(value.__module__):
             self.value(value.__code__)
-            for name in sorted(_global_names(value.__code__) & value.__globals__.keys()):
+            for name in sorted(global_names(value.__code__) & value.__globals__.keys()):
                 self.add(name, value.__globals__[name])
                 self._used_of(value.__globals__[name], value.__code__)
 
@@ -301,7 +309,7 @@ class _Content:
         """What a function may read of another module of the user: `settings.SCALE`."""
         if not isinstance(module, types.ModuleType) or not self._follows(module.__name__):
             return
-        for name in sorted(set(_attribute_names(code)) & vars(module).keys()):
+        for name in sorted(set(attribute_names(code)) & vars(module).keys()):
             self.add(name, vars(module)[name])
 
     def _code(self, value: types.CodeType) -> None:
@@ -329,15 +337,17 @@ class _Content:
         """
         module = sys.modules.get(name or "")
         file = getattr(module, "__file__", None)
+        if name == "__main__" and file is not None and kind_of(file) != "own":
+            return True  # a script that a command of Python runs
         if module is None or file is None:
             return name not in sys.builtin_module_names  # typed into a notebook, or made by `exec`
-        kind = _kind(file)
+        kind = kind_of(file)
         if kind != "standard" and id(module) not in self._numbers:
             self._numbers[id(module)] = len(self._numbers)
             self._alive.append(module)
-            self._text("file", module.__name__, _file_hash(file))
+            self._text("file", module.__name__, file_hash(file))
             if kind == "installed":
-                self._text("version", _version(module.__name__.partition(".")[0]))
+                self._text("version", version_of(module.__name__.partition(".")[0]))
         return kind == "own"
 
 
@@ -350,72 +360,3 @@ class _Weight:
 
 def _is_operation(value: Any) -> bool:
     return isinstance(value, Operation | OperationPacket)
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    found: list[str] = []
-    for each in kind.__mro__:
-        slots = vars(each).get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else list(slots)
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
-
-
-def _cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
-
-
-def _global_names(code: types.CodeType) -> set[str]:
-    """Names that a function, or one inside it, reads from its module."""
-    found = {
-        str(each.argval) for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"
-    }
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _global_names(constant)
-    return found
-
-
-def _attribute_names(code: types.CodeType) -> Iterator[str]:
-    """Names that a function, or one inside it, looks up anywhere."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _attribute_names(constant)
-
-
-@functools.lru_cache(maxsize=4096)
-def _kind(file: str) -> str:
-    """`own`, `installed` or `standard`: whose code a file holds. Torch counts as standard: its
-    version is part of every key."""
-    path = str(Path(file).resolve())
-    torch_folder = str(Path(torch.__file__).resolve().parent)
-    whale_folder = str(Path(whale.__file__).resolve().parent)
-    if path.startswith((torch_folder, whale_folder)):
-        return "standard"
-    paths = [*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_path("purelib")]
-    if path.startswith(tuple(str(Path(each).resolve()) for each in paths)):
-        return "installed"
-    if path.startswith(str(Path(sysconfig.get_path("stdlib")).resolve())):
-        return "standard"
-    return "own"
-
-
-def _file_hash(file: str) -> str:
-    try:
-        return hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest()
-    except OSError as error:
-        raise CannotDescribe(f"the file {file} of the model's code cannot be read") from error
-
-
-@functools.lru_cache(maxsize=256)
-def _version(package: str) -> str:
-    said = getattr(sys.modules.get(package), "__version__", None)
-    if said is not None:
-        return str(said)
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
