@@ -112,8 +112,8 @@ def test_every_field_can_be_set_and_comes_back() -> None:
     changes = {
         "strategy": "data",
         "num_micro_batch": 2, "num_task_graph": 2, "colocate": True, "schedule": "gpipe", "seed": 1, "loss_per_micro_batch": True,
-        "clip_grad_norm": 1.0, "max_captures": 2, "capture_cache": "captures", "bucket_bytes": 10, "timeout_s": 5.0, "check_capture": False, "check_batches": False,
-            "check_replicas": 5,
+        "clip_grad_norm": 1.0, "max_captures": 2, "bucket_bytes": 10, "timeout_s": 5.0, "check_capture": False, "check_batches": False,
+            "check_replicas": 5, "capture_cache": "captures",
         "device": "cpu", "num_posted_receives": 2, "precision": "bf16", "on_nonfinite": "skip", "stall_timeout_s": 7.0,
         "run_folder": "runs/x", "num_steps": 9, "tensorboard": True, "keep_checkpoints": 1, "num_waves": 2, "cluster": "cluster.yaml",
         "share_memory": False, "compile": True,
