@@ -360,8 +360,7 @@ def _packed(x: Tensor, blocks: Sequence[Block], is_in_order: bool) -> Tensor:
     """All blocks one after the other, flat: x itself where they already lie so."""
     if is_in_order:
         return x.contiguous().view(-1)
-    return (
-        torch.cat([_gathered(x, block).reshape(-1) for block in blocks])
-        if blocks
-        else x.new_empty(0)
-    )
+    parts = [_gathered(x, block).reshape(-1) for block in blocks]
+    if len(parts) == 1:
+        return parts[0]  # of two places: not copied twice
+    return torch.cat(parts) if parts else x.new_empty(0)

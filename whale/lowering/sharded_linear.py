@@ -47,6 +47,11 @@ class LinearPlan:
     """in which rows of x are gathered, where they can be: line (2)"""
 
     @property
+    def adds_bias_in_product(self) -> bool:
+        """The product has the layout of the result: no pass of its own over it for the bias."""
+        return not self.y.forward and not self.y.backward
+
+    @property
     def is_chunked(self) -> bool:
         """One gather of rows, as many from each device."""
         steps = self.x.forward
@@ -81,13 +86,21 @@ def sharded_linear(
     """x [..., K], weight [N, K], bias [N], each this place's part; the result in the layout of
     `plan.y`. Bias is cut like the result.
     """
-    result: Tensor = _ShardedLinear.apply(x, weight, plan, groups)  # type: ignore[no-untyped-call]
-    return result if bias is None else result + bias.to(result.dtype)
+    own = bias if plan.adds_bias_in_product else None
+    result: Tensor = _ShardedLinear.apply(x, weight, own, plan, groups)  # type: ignore[no-untyped-call]
+    return result if bias is None or own is not None else result + bias.to(result.dtype)
 
 
 class _ShardedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: LinearPlan, groups: Groups) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: LinearPlan,
+        groups: Groups,
+    ) -> Tensor:
         pending_w = Under(weight, plan.weight.forward, groups)
         pending_x = (
             _Chunks(x, plan.x.forward[0], groups, plan.num_chunks)
@@ -96,25 +109,25 @@ class _ShardedLinear(torch.autograd.Function):
         )
         whole_w = pending_w.wait()
         if isinstance(pending_x, _Chunks):
-            whole_x, product = pending_x.products(whole_w)
+            whole_x, product = pending_x.products(whole_w, bias)
         else:
             whole_x = pending_x.wait()
-            product = F.linear(whole_x, whole_w)
+            product = F.linear(whole_x, whole_w, bias)
         ctx.plan = plan
         ctx.groups = groups
-        ctx.dtypes = (x.dtype, weight.dtype)
+        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.save_for_backward(
             *((whole_x.to(product.dtype), whole_w.to(product.dtype)) if plan.keep else (x, weight))
         )
         return run(product, plan.y.forward, groups)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         plan = ctx.plan
         groups = ctx.groups
-        of_x, of_w = ctx.dtypes  # under autocast wider than those of the products
+        of_x, of_w, of_bias = ctx.dtypes  # under autocast wider than those of the products
         x, weight = ctx.saved_tensors
-        needs_x, needs_w = ctx.needs_input_grad[:2]
+        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         pending_y = Under(gradients[0], plan.y.backward, groups)
         again_w = (
             Under(weight, () if plan.keep else plan.weight.forward, groups) if needs_x else None
@@ -132,9 +145,10 @@ class _ShardedLinear(torch.autograd.Function):
             rows = again_x.wait().to(dy.dtype).conj()
             product = _rows(dy).t() @ _rows(rows)
             pending_dw = Under(product.to(of_w), plan.weight.backward, groups)
+        dbias = _rows(dy).sum(0).to(of_bias) if needs_bias else None
         dx = pending_dx.wait() if pending_dx is not None else None
         dw = pending_dw.wait() if pending_dw is not None else None
-        return dx, dw, None, None
+        return dx, dw, dbias, None, None
 
 
 class _Chunks:
@@ -163,8 +177,8 @@ class _Chunks:
                 )
             self.arriving.append((received, work))
 
-    def products(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(x gathered, its product with the weight)"""
+    def products(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x gathered, its product with the weight, and the bias)"""
         whole = self.x.new_empty(self.num_devices, *self.x.shape)
         dtype = F.linear(self.x[:0], weight).dtype  # another one under autocast
         result = self.x.new_empty(
@@ -176,7 +190,7 @@ class _Chunks:
                 work.wait()
             stop = first + received.shape[1]
             whole[:, first:stop] = received
-            result[:, first:stop] = F.linear(received, weight)
+            result[:, first:stop] = F.linear(received, weight, bias)
             first = stop
         return whole.view(self.shape), result.view(*self.shape[:-1], -1)
 
