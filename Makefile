@@ -62,9 +62,10 @@ $(VENV)/.whale-docs: $(STAMP)
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[docs]' -c constraints.txt
 	@touch $@
 
-# runs every benchmark of benchmarks/results.py, one after the other, on an otherwise idle machine: about an hour
+# runs every benchmark of benchmarks/results.py, one after the other, on an otherwise idle machine: about an hour;
+# MEASUREMENTS=DIR adds those that compare with times of real GPUs
 results: setup
-	$(VENV)/bin/python benchmarks/results.py
+	$(VENV)/bin/python benchmarks/results.py $(if $(MEASUREMENTS),--measurements $(MEASUREMENTS))
 
 # other trainers, trackers and families of models that the slow tests use; large, so not part of setup
 INTEGRATIONS := $(VENV)/.whale-integrations
@@ -72,7 +73,7 @@ setup-integrations: $(INTEGRATIONS)
 
 $(INTEGRATIONS): $(STAMP) tests/families.txt
 	@echo "setup: installing trainers, trackers and model families for test-all"
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,integrations]' -c constraints.txt
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,integrations,notebook]' -c constraints.txt
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/families.txt
 	@touch $@
 

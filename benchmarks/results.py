@@ -1,5 +1,7 @@
 """Runs benchmarks and writes their JSON lines to docs/results.jsonl, from which the page of results
 is made. `make results` runs all of them, `python benchmarks/results.py dp_vs_ddp planning` some.
+Those that compare with measurements of real GPUs by others want `--measurements DIR`
+(benchmarks/gpu_measurements.py says what is in it) and are left out without.
 
 A line of an earlier run stays until its benchmark is run again: every line carries its own commit,
 date and machine.
@@ -7,6 +9,7 @@ date and machine.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -36,8 +39,11 @@ class Benchmark:
     """what the figure is compared with"""
     at_most: bool = False
     """whether small figures are the good ones"""
+    needs_measurements: bool = False
+    """of real GPUs, `--measurements DIR`"""
 
 
+NOT_DETAILS = {"name", "ratio", "target", "at_most", "ok"}
 MEASURED = "measured on CPU"
 EMULATED = "emulated"
 PREDICTED = "predicted"
@@ -120,31 +126,118 @@ BENCHMARKS = (
         "the same steps without one",
         at_most=True,
     ),
+    Benchmark(
+        "search",
+        MEASURED,
+        "Time and memory of the search, and the step that it finds, as parts of what is allowed",
+        "the limit of each case",
+        at_most=True,
+    ),
+    Benchmark(
+        "largest_model",
+        PREDICTED,
+        "Parameters of the largest GPT on one RTX 3090, one V100-16GB and one RTX 2080 Ti, times more",
+        "even shards (FSDP2's rule), by the same account of memory",
+    ),
+    Benchmark(
+        "large_classifier",
+        PREDICTED,
+        "ResNet50 with 100,000 and a million classes: copied backbone and split classifier",
+        "pure data parallelism, and figures 13 and 14 of the Whale paper",
+    ),
+    Benchmark(
+        "real_gpus",
+        PREDICTED,
+        "Errors of the cost model as parts of what is allowed",
+        "times and memory that others measured on seven kinds of real GPUs",
+        at_most=True,
+        needs_measurements=True,
+    ),
+    Benchmark(
+        "vs_planners",
+        PREDICTED,
+        "Whale's plans for OPT-350 on 32 to 128 mixed GPUs, times faster",
+        "the best plan of AMP, FlashFlex, Galvatron, Metis and Sailor, scored by one simulator",
+        needs_measurements=True,
+    ),
+    Benchmark(
+        "zero_vs_torch",
+        MEASURED,
+        "ZeRO 1 and 3 on 2 ranks",
+        "ZeroRedundancyOptimizer with DistributedDataParallel, and FSDP2 (`fully_shard`)",
+    ),
+    Benchmark(
+        "trainers",
+        MEASURED,
+        "A step of an Accelerate loop on 2 ranks, times faster",
+        "`accelerator.prepare` of the same loop (DistributedDataParallel)",
+    ),
+    Benchmark(
+        "lengths",
+        MEASURED,
+        "Batches of 20 lengths from one capture, times as long",
+        "batches of one length with as many tokens",
+        at_most=True,
+    ),
+    Benchmark(
+        "hanayo_claim",
+        PREDICTED,
+        "Hanayo's waves, times faster at equal memory",
+        "Chimera, list-scheduled for the memory that it has left",
+    ),
+    Benchmark(
+        "tensor_grids",
+        EMULATED,
+        "1-D, 2-D and 3-D grids of `split`",
+        "the formula of bytes, the plan's own account, and each other",
+    ),
+    Benchmark(
+        "unlike_devices",
+        EMULATED,
+        "A pipeline over 4 V100 and 4 P100, list-scheduled waves, times faster",
+        "1F1B and interleaved 1F1B on the same cut",
+    ),
+    Benchmark(
+        "unlike_split",
+        EMULATED,
+        "Uneven shards over 4 V100 and 4 P100, as a part of the best division",
+        "enumeration of all divisions into whole granules",
+    ),
 )
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """The exit code: 0 where every benchmark ran and reached its targets."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("names", nargs="*", help="benchmarks to run; all without names")
+    parser.add_argument("--measurements", type=Path, help="folder of measurements of real GPUs")
+    options = parser.parse_args(arguments)
     known = {benchmark.name: benchmark for benchmark in BENCHMARKS}
-    unknown = sorted(set(names) - known.keys())
+    unknown = sorted(set(options.names) - known.keys())
     if unknown:
         raise SystemExit(f"no benchmark is called {unknown[0]!r}. There are: {', '.join(known)}")
     is_ok = True
     for benchmark in BENCHMARKS:
-        if names and benchmark.name not in names:
+        if options.names and benchmark.name not in options.names:
             continue
-        line = run(benchmark)
+        if benchmark.needs_measurements and options.measurements is None:
+            print(f"results: {benchmark.name} is left out. Try: --measurements DIR", flush=True)
+            continue
+        line = run(benchmark, options.measurements)
         is_ok = is_ok and line is not None and line["ok"]
         if line is not None:
             write(record(benchmark, line))
     return 0 if is_ok else 1
 
 
-def run(benchmark: Benchmark) -> dict[str, Any] | None:
+def run(benchmark: Benchmark, measurements: Path | None = None) -> dict[str, Any] | None:
     """The JSON line of one benchmark; None where it printed none."""
     print(f"results: {benchmark.name} ...", flush=True)
+    words = [sys.executable, str(ROOT / "benchmarks" / f"{benchmark.name}.py")]
+    if benchmark.needs_measurements:
+        words += ["--measurements", str(measurements)]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / f"{benchmark.name}.py")],
+        words,
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -180,7 +273,8 @@ def record(benchmark: Benchmark, line: dict[str, Any]) -> dict[str, Any]:
         "how": benchmark.how,
         "claim": benchmark.claim,
         "against": benchmark.against,
-        "command": f"python benchmarks/{benchmark.name}.py",
+        "command": f"python benchmarks/{benchmark.name}.py"
+        + (" --measurements DIR" if benchmark.needs_measurements else ""),
         "commit": commit.stdout.strip(),
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores of {_processor()}, torch {torch.__version__}",
@@ -198,6 +292,11 @@ def _claim(benchmark: Benchmark, figures: dict[str, Any]) -> dict[str, Any]:
         "target": target,
         "at_most": at_most,
         "ok": figures.get("ok", reached),
+        "details": {
+            name: value
+            for name, value in figures.items()
+            if name not in NOT_DETAILS and isinstance(value, int | float | str)
+        },
     }
 
 

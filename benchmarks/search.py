@@ -139,6 +139,9 @@ def main() -> None:
     details = {case.__name__: alone(case) for case in cases}
     ratios = {name: each.pop("of limit") for name, each in details.items()}
     ratios["gpt_large memory"] = details["gpt_large"]["peak_bytes"] / LARGE_BYTES
+    for name, each in details.items():
+        each["ratio"] = round(ratios[name], 3)
+        each["target"] = 1.0
     worst = max(ratios.values())
     result = {
         "name": "search",

@@ -118,8 +118,10 @@ def results_page(path: Path) -> str:
         "# Results\n\nMade by `make results`: each benchmark prints one JSON line, and this page shows "
         "them. **measured**: real processes on the CPU of the machine named. **emulated**: real "
         "processes that take the times of the GPUs named. **predicted**: by Whale's simulator, no "
-        "process at all. No figure here was measured on a GPU.\n"
+        "process at all. No figure here was measured on a GPU by us.\n"
     ]
+    if not records:
+        parts.append("\nNo results have been taken at this commit yet.\n")
     for record in sorted(records, key=lambda record: record["name"]):
         parts.append(_result(record))
     return "".join(parts)
@@ -130,10 +132,11 @@ def _result(record: dict[str, Any]) -> str:
     for name, figures in record["claims"].items():
         target = f"{'at most' if figures['at_most'] else 'at least'} {figures['target']}"
         verdict = "yes" if figures["ok"] else "**no**"
-        rows.append([name, f"{figures['ratio']}", target, verdict])
+        details = ", ".join(f"{key} {value}" for key, value in figures["details"].items())
+        rows.append([name, f"{figures['ratio']}", target, verdict, details])
     return (
         f"\n## {record['name']}\n\n{record['claim']} ({record['how']})\n\n"
-        + table(["case", "found", "target", "reached"], rows)
+        + table(["case", "found", "target", "reached", "figures behind it"], rows)
         + f"\nAgainst: {record['against']}. Made by `{record['command']}` at commit "
         f"`{record['commit']}`, {record['date']}, {record['machine']}.\n"
     )

@@ -2,11 +2,19 @@
 
     python examples/finetune_lora.py                         one process
     whale run -n 2 examples/finetune_lora.py                 two stages: the same losses
+    whale run --emulate examples/mixed_gpus.yaml --stretch 100 examples/finetune_lora.py
+                                                             the same on emulated GPUs of 3 kinds
 
 The weights go straight from the safetensors file into the rank that needs them; the frozen ones get
 no gradient, no optimizer state and no message. Point `--weights` at a folder that
 `model.save_pretrained` wrote. Without it a small model is made first, since this example downloads
-nothing.
+nothing. It prints
+
+    step 0: loss 4.208632
+    step 5: loss 4.183129
+    ...
+    step 29: loss 3.967858
+    trained 4096 numbers on rank 0; the whole model is in runs/finetune_lora/model.safetensors
 """
 
 from __future__ import annotations
@@ -65,12 +73,6 @@ def build() -> nn.Module:
     model = transformers.GPT2LMHeadModel(config()).requires_grad_(False)
     for block in model.transformer.h:
         block.attn.c_attn = LoRA(block.attn.c_attn, model.config.n_embd, 3 * model.config.n_embd)
-    half = model.config.n_layer // 2
-    if wh.num_devices() > 1:
-        first, second = (
-            f"transformer.h.[{a}-{b}]" for a, b in ((0, half - 1), (half, model.config.n_layer - 1))
-        )
-        wh.annotate(model, {first: wh.replicate(1), second: wh.replicate(1)})
     return model
 
 
@@ -103,7 +105,9 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, default=None)
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
-    wh.init(wh.Config({"num_micro_batch": 4}))
+    # which layers go where is Whale's affair; a model this small would be fastest on one device
+    stages = {"num_task_graph": 2} if wh.num_devices() > 1 else {}
+    wh.init({"num_micro_batch": 4, **stages})
     weights = options.weights or Path("runs/finetune_lora/pretrained")
     if not weights.exists() and wh.rank() == 0:
         torch.manual_seed(0)

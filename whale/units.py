@@ -11,6 +11,8 @@ from whale.names import num_shown as num_shown
 
 STEP = 1000.0
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+_NOTHING_S = 1e-12
+"""what is shorter is the rounding of a difference of two times"""
 
 
 def human_bytes(num_bytes: float) -> str:
@@ -25,7 +27,7 @@ def human_flop(flop: float) -> str:
 
 def human_seconds(seconds: float) -> str:
     """`1.23 ms`."""
-    if seconds == 0:
+    if abs(seconds) < _NOTHING_S:
         return "0 s"
     for size, unit in _SECONDS:
         if seconds >= 0.9995 * size:  # what would be rounded to 1000 of the next smaller unit

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,6 +151,14 @@ def test_names_of_other_machines_are_refused(port: int, host: str) -> None:
 def test_it_listens_on_this_machine_only(tmp_path: Path, host: str) -> None:
     with pytest.raises(ValueError, match=f"--host {host}: whale board shows runs to this machine"):
         make_server(tmp_path, host, 0)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.2", "::1"])
+def test_all_names_of_this_machine_are_taken(tmp_path: Path, host: str) -> None:
+    if host == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with make_server(tmp_path, host, 0) as server:
+        assert server.server_address[1] > 0
 
 
 def test_what_cannot_be_shown(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 import transformers
 from safetensors.torch import load_model
 
+from tests.pages import difference
 from whale.checkpoint import Reader
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,17 @@ EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
 TIMEOUT_S = 230.0
 """of one job on a busy machine"""
+NOT_OF_THE_SCRIPT = (
+    "whale: ",
+    "capturing ",
+    "[W",
+    "W1",
+    "E1",
+    "Loading",
+    "Writing",
+    "[transformers]",
+)
+"""beginnings of lines that whale, torch or transformers write beside the script"""
 FLOAT32 = 1e-4
 """largest relative difference of losses, printed with 6 digits, between plans"""
 
@@ -72,6 +84,22 @@ def losses(printed: str) -> list[float]:
     return [
         float(text) for text in re.findall(r"^step +\d+.* loss (\d+\.\d+)", printed, re.MULTILINE)
     ]
+
+
+def check_head(script: Path, printed: str) -> None:
+    """The lines under "prints" at the head of an example are those that it prints, and the last loss
+    there is that of the run.
+    """
+    head = script.read_text().partition('"""\n\nfrom __future__')[0]
+    _, found, expected = head.partition("prints")
+    assert found, f"{script.name} does not say what it prints"
+    lines = [line[4:] for line in expected.splitlines() if line.startswith("    ")]
+    assert lines
+    shown = [line for line in printed.splitlines() if not line.startswith(NOT_OF_THE_SCRIPT)]
+    complaint = difference(tuple(lines), "\n".join(shown))
+    assert not complaint, complaint
+    last = re.findall(r"loss (\d+\.\d+)", "\n".join(lines))
+    assert last and losses(printed)[-1] == pytest.approx(float(last[-1]), rel=0.02, abs=2e-3)
 
 
 # ---- quickstart, on one host and on two
@@ -229,7 +257,81 @@ def test_pretraining_on_a_text_continues_on_other_ranks(tmp_path: Path) -> None:
     assert "the model writes: 't" in again
 
 
+@pytest.mark.slow
+def test_resnet_with_a_split_classifier(tmp_path: Path) -> None:
+    """Batch norm and loss over all ranks: the losses of one process. The large one is planned."""
+    script = EXAMPLES / "resnet_classifier.py"
+    alone = losses(run(tmp_path, "python", script))
+    printed = run(tmp_path, "whale", "run", "-n", "4", script)
+    assert losses(printed) == pytest.approx(alone, abs=2e-3)  # printed with 4 digits
+    check_head(script, printed)
+    cluster = EXAMPLES / "resnet_classifier.yaml"
+    planned = run(tmp_path, "whale", "plan", "--cluster", cluster, script, "--large")
+    assert "4 devices (2 x RTX-3090, 2 x V100-16GB)" in planned
+    assert re.search(r"classifier: linear .* column over y", planned)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_on_other_devices(tmp_path: Path) -> None:
+    """4 ranks, then 2, then 1, under three plans: the losses of a run that was never interrupted."""
+    script = EXAMPLES / "resume_elsewhere.py"
+    whole = losses(run(tmp_path, "python", script, "--folder", "never_interrupted"))
+    assert len(whole) == 12
+    first = run(tmp_path, "whale", "run", "-n", "4", script, "--until", "6")
+    second = run(tmp_path, "whale", "run", "-n", "2", script, "--until", "9")
+    third = run(tmp_path, "python", script)
+    assert "continuing from step 6 on 2 devices" in second
+    found = [losses(first), losses(second), losses(third)]
+    assert [len(each) for each in found] == [6, 3, 3]
+    assert [*found[0], *found[1], *found[2]] == pytest.approx(
+        whole, abs=2e-4
+    )  # printed with 4 digits
+    check_head(script, third)
+
+
+@pytest.mark.slow
+def test_the_notebook_shows_plan_and_timeline(tmp_path: Path) -> None:
+    """Executed by a real kernel, cell by cell, as Jupyter does it."""
+    nbclient = pytest.importorskip("nbclient", reason="make setup-integrations installs it")
+    nbformat = pytest.importorskip("nbformat")
+    for name in ("plan.ipynb", "mixed_gpus.yaml"):
+        shutil.copyfile(EXAMPLES / name, tmp_path / name)
+    notebook = nbformat.read(tmp_path / "plan.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=200, resources=resources).execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    shown = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
+    pages = [
+        "".join(output["data"].get("text/html", "") for output in cell.outputs if "data" in output)
+        for cell in cells
+    ]
+    assert re.search(r"predicted: \d+ samples/s, a step of \d+ ms", shown[0])
+    assert pages[1].startswith("<iframe") and "RTX-4090" in pages[1]
+    assert float(re.search(r"above is ([\d.]+) times", shown[2])[1]) >= 1.0  # type: ignore[index]
+    assert pages[3].count("<svg") == 2
+    trained = json.loads(shown[4])
+    assert len(trained) == 3 and trained[-1] < trained[0]
+
+
 # ---- LoRA
+
+
+@pytest.mark.slow
+def test_lora_on_emulated_gpus(tmp_path: Path) -> None:
+    """As the site's first page does it: two RTX 3090, an RTX 4090 and four V100 train the losses of
+    one process, digit by digit up to the rounding of float32.
+    """
+    script = EXAMPLES / "finetune_lora.py"
+    alone = run(tmp_path, "python", script)
+    check_head(script, alone)
+    cluster = EXAMPLES / "mixed_gpus.yaml"
+    words = ("whale", "run", "--emulate", cluster, "--stretch", "100", script)
+    process = start(tmp_path, *words)
+    printed, _ = process.communicate(timeout=TIMEOUT_S)
+    # on a busy machine times are off, and whale says so; losses are not
+    assert process.returncode == 0 or "INVALID: " in printed, printed[-3000:]
+    assert losses(printed) == pytest.approx(losses(alone), rel=FLOAT32)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from tests.pages import blocks
 from whale.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +19,8 @@ MADE = {"docs/results.md", "docs/reference/config.md", "docs/reference/commands.
 """pages that exist in the site only (docs/site_pages.py)"""
 HISTORY = {"log.md"}
 """tells of what was there once"""
+LANGUAGES = {"console", "python", "yaml", "diff", "text", "html"}
+COMMAND = re.compile(r"^(\$|whale|python|pip|make|torchrun|git|bash|sbatch|kubectl|ssh)\s")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -27,6 +30,39 @@ def test_links_lead_somewhere(page: Path) -> None:
             path = (page.parent / target).resolve()
             known = path.exists() or str(path.relative_to(ROOT)) in MADE
             assert known, f"{page.name}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What headings of a page can be reached by, as the site and GitHub make them from the words."""
+    found: set[str] = set()
+    in_block = False
+    for line in page.read_text().splitlines():
+        in_block ^= line.startswith("```")
+        heading = re.match(r"#+ +(.*)", line)
+        if in_block or heading is None:
+            continue
+        words = re.sub(r"[^\w\s-]", "", heading[1]).strip().lower()
+        found |= {re.sub(r"[-\s]+", "-", words), re.sub(r"\s", "-", words)}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_anchors_of_links_are_headings(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)\s#:]*)#([^)\s]+)\)", page.read_text()):
+        path = (page.parent / target).resolve() if target else page
+        if path.exists():  # pages that are made from the code are checked by `make docs`
+            assert anchor in anchors(path), f"{page.name}: {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_stand_in_blocks_that_are_run(page: Path) -> None:
+    """tests/integration/test_pages.py runs console blocks; those that are not run say why."""
+    for block in blocks(page):
+        assert block.language in LANGUAGES, f"{block.place}: a block of {block.language!r}"
+        if block.language == "text":
+            assert not any(map(COMMAND.match, block.lines)), f"{block.place}: use ```console"
+        if block.reason_not_run is not None:
+            assert len(block.reason_not_run) > 10, f"{block.place}: why is it not run?"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -258,6 +258,7 @@ def test_render_gives_something_for_rich() -> None:
         (human_bytes(7e18), "7000 PB"),
         (human_flop(3.14e15), "3.14 PFLOP"),
         (human_seconds(0), "0 s"),
+        (human_seconds(1e-16), "0 s"),
         (human_seconds(90), "90.0 s"),
         (human_seconds(0.9996), "1.00 s"),
         (human_seconds(0.000999), "999 us"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import http.server
 import ipaddress
 import json
+import socket
 import urllib.parse
 from collections.abc import Callable
 from functools import partial
@@ -36,8 +37,9 @@ def make_server(folder: Path, host: str, port: int) -> http.server.ThreadingHTTP
             "password. Try: --host 127.0.0.1, and from elsewhere ssh -L 8080:127.0.0.1:8080"
         )
     handler = partial(_Handler, Runs(folder))
+    server = _Server6 if ":" in host else http.server.ThreadingHTTPServer
     try:
-        return http.server.ThreadingHTTPServer((host, port), handler)
+        return server((host, port), handler)
     except OSError as error:
         raise ValueError(
             f"--port {port} cannot be opened: {error.strerror}. Try: --port 0 for any"
@@ -51,6 +53,12 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name of another host
         return False
+
+
+class _Server6(http.server.ThreadingHTTPServer):
+    """The same on an address like ::1."""
+
+    address_family = socket.AF_INET6
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
