@@ -19,6 +19,7 @@ from rich.console import Console
 import whale as wh
 from whale import scheduling
 from whale.names import listed
+from whale.plans.file import diff
 from whale.plans.plan import (
     PLAN_FORMAT,
     Crossing,
@@ -32,7 +33,6 @@ from whale.plans.plan import (
     Settings,
     Stage,
     TaskGraph,
-    diff,
 )
 from whale.plans.revise import revise
 from whale.plans.samples import with_samples
