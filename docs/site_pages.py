@@ -132,7 +132,7 @@ def _result(record: dict[str, Any]) -> str:
     for name, figures in record["claims"].items():
         target = f"{'at most' if figures['at_most'] else 'at least'} {figures['target']}"
         verdict = "yes" if figures["ok"] else "**no**"
-        details = ", ".join(f"{key} {value}" for key, value in figures["details"].items())
+        details = ", ".join(_figure(key, value) for key, value in figures["details"].items())
         rows.append([name, f"{figures['ratio']}", target, verdict, details])
     return (
         f"\n## {record['name']}\n\n{record['claim']} ({record['how']})\n\n"
@@ -140,3 +140,8 @@ def _result(record: dict[str, Any]) -> str:
         + f"\nAgainst: {record['against']}. Made by `{record['command']}` at commit "
         f"`{record['commit']}`, {record['date']}, {record['machine']}.\n"
     )
+
+
+def _figure(name: str, value: Any) -> str:
+    """`whale_s 2.126`."""
+    return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"

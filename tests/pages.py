@@ -55,7 +55,7 @@ _ASIDE = re.compile(
     r"^(capturing .* operations *|(\[transformers\]|Writing model|Loading).*)$", re.M
 )
 """lines that are printed only where something takes long, and what transformers says"""
-_RULE = re.compile(r"[─━═]+")
+_RULE = re.compile(r"[─━┏┳┓┡╇┩└┴┘│┃]+")
 _NUMBER = re.compile(
     r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
     r"(?:\s?(?:ns|us|ms|s|min|h|[KMGTP]?B|[KMGTP]?FLOP)\b(?:/s)?|\s?%|x\b)?"
@@ -141,8 +141,8 @@ def commands(block: Block) -> list[Command]:
 
 def up_to_numbers(text: str) -> list[str]:
     """The words of a text without its numbers: where lines end is the terminal's affair."""
-    text = _RULE.sub("─", _CONTROL.sub("", text))
-    return _NUMBER.sub("#", text).split()
+    words = _RULE.sub(" ", _CONTROL.sub("", text)).split()
+    return _NUMBER.sub("#", " ".join(words)).split()
 
 
 def difference(shown: tuple[str, ...], printed: str) -> str:

@@ -4,6 +4,7 @@ that they name are there.
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -78,6 +79,15 @@ def test_files_commands_and_targets_exist(page: Path) -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for name in re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE):
         assert name in targets, f"{page.name}: make {name}"
+
+
+def test_names_of_the_reference_are_there() -> None:
+    """`make docs` takes their docstrings."""
+    names = re.findall(r"^::: ([\w.]+)", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
+    assert len(names) > 10
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
 
 
 def test_the_readme_is_short() -> None:

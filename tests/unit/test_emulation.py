@@ -323,6 +323,23 @@ def test_an_invalid_run_is_called_invalid(tmp_path: Path) -> None:
     )
 
 
+def test_a_rank_that_the_plan_leaves_out_has_no_times(tmp_path: Path) -> None:
+    """It waits at the end of a step and runs ahead of the others: it counts for nothing."""
+    record = {
+        "rank": 0, "kind": "V100", "host": "a", "memory_bytes": 1, "peak_bytes": {}, "steps": [[3.0, 4.5]],
+        "events": [["F0.0", 3.0, 4.0], ["all-reduce", 4.0, 4.5]], "num_actions": 1, "num_overruns": 0, "worst_overrun": [0.0, ""],
+        "worst_ratio": 1.0,
+    }  # fmt: skip
+    left_out = record | {"rank": 1, "steps": [[0.5, 9.0]], "events": [], "num_actions": 0}
+    for each in (record, left_out):
+        (tmp_path / f"rank_{each['rank']:05d}.json").write_text(json.dumps(each))
+    prediction = {"step_s": 1.25, "gradients_s": 1.0, "factor": 7.0, "is_stub": False}
+    (tmp_path / "prediction.json").write_text(json.dumps(prediction | {"events": [[], []]}))
+    rehearsal = read_rehearsal(tmp_path)
+    assert rehearsal is not None and rehearsal.step_s == rehearsal.last_step_s == 1.5
+    assert rehearsal.measured == [[("F0.0", 0.0, 1.0), ("all-reduce", 1.0, 1.5)], []]
+
+
 def refused(*words: str) -> str:
     result = CliRunner().invoke(app, ["run", *words])
     assert result.exit_code == 2

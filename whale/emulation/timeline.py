@@ -89,11 +89,11 @@ class Recorder:
                 pace.forget()
             return
         self._paces = paces
-        self._steps.append((events[0][1], sums[1]))
-        self._events = [
-            *((str(action), start, end) for action, start, end in events),
-            (ALL_REDUCE, *sums),
-        ]
+        # a rank that the plan leaves out has no actions
+        start = events[0][1] if events else sums[0]
+        self._steps.append((start, sums[1]))
+        done = [(str(action), start, end) for action, start, end in events]
+        self._events = [*done, (ALL_REDUCE, *sums)] if done else []
 
     def write(self) -> None:
         """Writes the record of this rank. `engine.close` calls it: a job that failed has written

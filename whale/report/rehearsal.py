@@ -49,7 +49,7 @@ class Rehearsal:
         all-reduce.
         """
         seconds = []
-        for spans in zip(*(record.steps for record in self.records)):
+        for spans in zip(*(record.steps for record in self.records if record.num_actions)):
             starts, ends = zip(*spans)
             seconds.append(max(ends) - min(starts))
         return statistics.median(seconds)
@@ -57,7 +57,7 @@ class Rehearsal:
     @property
     def measured(self) -> list[list[Event]]:
         """The last step of every rank, from its first action on."""
-        origin = min(record.events[0][1] for record in self.records)
+        origin = min(record.events[0][1] for record in self.records if record.events)
         return [
             [(name, start - origin, end - origin) for name, start, end in record.events]
             for record in self.records
@@ -68,7 +68,7 @@ class Rehearsal:
         """Seconds of the last step, over all ranks."""
         longest = 0.0
         for row in self.measured:
-            longest = max(longest, *(end for _, _, end in row))
+            longest = max([longest, *(end for _, _, end in row)])
         return longest
 
     @property
