@@ -7,7 +7,12 @@ layer, everything else is data parallel.
     whale plan -n 8 examples/train_m6_moe.py               what is sharded how, and what it sends
 
 The model (models/m6_moe.py) knows nothing of Whale: its experts are batched einsums, and one glob
-puts them under `split`.
+puts them under `split`. With `--steps 12 --batch 16 --every 1` the first command prints
+
+    8 ranks, 8 experts a layer, 27,232 numbers on rank 0
+    step   1  loss 4.0787
+    ...
+    step  12  loss 1.1695
 """
 
 from __future__ import annotations

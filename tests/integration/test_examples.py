@@ -370,6 +370,7 @@ def test_m6_moe_trains_on_8_ranks_like_on_one(tmp_path: Path) -> None:
     """Every rank has one expert of each layer; the loss falls, as in one process."""
     settings = ("--steps", "12", "--batch", "16", "--every", "1")
     sharded = run(tmp_path, "whale", "run", "-n", "8", EXAMPLES / "train_m6_moe.py", *settings)
+    check_head(EXAMPLES / "train_m6_moe.py", sharded)
     local = run(tmp_path, "python", EXAMPLES / "train_m6_moe.py", *settings)
     assert (
         losses(sharded)[0] == pytest.approx(losses(local)[0], rel=FLOAT32)
