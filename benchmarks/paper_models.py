@@ -24,6 +24,7 @@ from whale.planning.planner import Problem, make_plan
 from whale.planning.pricing import price
 from whale.plans.plan import Plan
 from whale.plans.revise import with_devices
+from whale.search.choose import choose_plan
 
 SAMPLES = 4
 """of the batch that a model is captured with; the graph has a symbol in its place"""
@@ -115,23 +116,44 @@ class Captured:
         )
         return with_devices(priced, {"kind": kinds})
 
+    def searched_plan(
+        self, cluster: Cluster, batch_size: int, optimizer_ratio: float = 2.0, **config: Any
+    ) -> Plan:
+        """What the search finds."""
+        settings = Config({"check_capture": False, "strategy": "auto", **config})
+        # captured as for several micro-batches: the search may want them
+        cut = settings.replace(num_micro_batch=2)
+        return choose_plan(
+            self.problem(cluster, batch_size, optimizer_ratio, settings, self._of(cut))
+        )[0]
+
+    def problem(
+        self,
+        cluster: Cluster,
+        batch_size: int,
+        optimizer_ratio: float,
+        config: Config,
+        prepared: CapturedModel,
+    ) -> Problem:
+        """What is to be planned."""
+        return Problem(
+            captured=prepared.captured,
+            kinds=prepared.kinds,
+            marks={},
+            default_strategy=None,
+            term_texts=prepared.term_texts(),
+            not_additive=prepared.not_additive,
+            cluster=cluster,
+            config=config,
+            batch_size=batch_size,
+            optimizer_ratio=optimizer_ratio,
+        )
+
     def _plan(
         self, cluster: Cluster, batch_size: int, optimizer_ratio: float, config: Config
     ) -> Any:
-        prepared = self._of(config)
         return make_plan(
-            Problem(
-                captured=prepared.captured,
-                kinds=prepared.kinds,
-                marks={},
-                default_strategy=None,
-                term_texts=prepared.term_texts(),
-                not_additive=prepared.not_additive,
-                cluster=cluster,
-                config=config,
-                batch_size=batch_size,
-                optimizer_ratio=optimizer_ratio,
-            )
+            self.problem(cluster, batch_size, optimizer_ratio, config, self._of(config))
         )
 
     def _of(self, config: Config) -> CapturedModel:

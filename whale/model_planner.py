@@ -84,6 +84,7 @@ class ModelPlanner:
             optimizer_ratio=self._state_ratio(prepared),
             update_work=self._update_work(prepared),
             updates_whole=self._updates_whole(prepared),
+            updates_alone=self._updates_alone(prepared),
             float32_precision=torch.get_float32_matmul_precision(),
         )
 
@@ -119,17 +120,30 @@ class ModelPlanner:
 
     def _updates_whole(self, prepared: CapturedModel) -> bool:
         """Whether under ZeRO each parameter must stay whole on the rank that updates it; refuses an
-        optimizer that looks at parameters of other ranks.
+        optimizer that looks at parameters of other ranks where that was asked for.
         """
         config = self.config
         asked = f'"zero": {config.zero!r}' if config.zero != 0 else None
         if isinstance(config.offload, dict):
             asked = f'"offload": {config.offload!r}'
-        if self.optimizer is None or asked is None:
+        if self.optimizer is None:
             return False
         names = _trained_names(prepared)
-        refuse_if_it_looks_at_others(self.optimizer, names, asked)
+        if asked is not None:
+            refuse_if_it_looks_at_others(self.optimizer, names, asked)
         return bool(names) and keeps_whole(self.optimizer, names)
+
+    def _updates_alone(self, prepared: CapturedModel) -> bool:
+        """Whether the optimizer treats every parameter by itself, so that a search may put them on
+        different ranks.
+        """
+        if self.optimizer is None or self.cluster.num_devices == 1:
+            return True
+        try:
+            refuse_if_it_looks_at_others(self.optimizer, _trained_names(prepared), "ZeRO")
+        except ValueError:
+            return False
+        return True
 
     def _with_owners(self, made: Plan, prepared: CapturedModel) -> Plan:
         """The plan with an owner for each parameter that a grid cuts and the optimizer wants whole,

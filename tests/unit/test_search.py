@@ -150,7 +150,12 @@ def test_nothing_fits_is_proved() -> None:
 
 def test_a_fixed_setting_that_makes_every_plan_impossible_is_named() -> None:
     with pytest.raises(ValueError, match=r'"num_task_graph": 2.*impossible'):
-        plan_of(Net(layers=16), mixed(400_000), num_task_graph=2, num_micro_batch=1)
+        plan_of(Net(layers=16), mixed(400_000), num_task_graph=2, num_micro_batch=1, zero=0)
+
+
+def test_zero_makes_a_fixed_number_of_stages_possible() -> None:
+    plan = plan_of(Net(layers=16), mixed(400_000), num_task_graph=2, num_micro_batch=1)
+    assert plan.zero > 0 and len(plan.stages) == 2
 
 
 def test_an_interrupted_search_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,8 @@ class OrderDrafts:
         kinds = self.problem.kinds
         activations = [node for node in self._operations if kinds[node] is ValueKind.ACTIVATION]
         task_graphs = arrangement.task_graphs(activations)
-        yield Cut(task_graphs, task_graphs.reason, self._placement, is_chunked=True)
+        is_chunked = arrangement.is_chunked
+        yield Cut(task_graphs, task_graphs.reason, self._placement, is_chunked=is_chunked)
 
     def _whole_cuts(self) -> Iterator[Cut]:
         for task_graphs, why in self._cuts.each():

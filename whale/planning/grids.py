@@ -27,6 +27,8 @@ from whale.capture.kinds import ValueKind
 from whale.cluster.cluster import Cluster
 from whale.cluster.kinds import DeviceKind
 from whale.cluster.network import Link
+from whale.costs.costs import NodeCost, node_costs
+from whale.planning.grid_seconds import with_cost_model
 from whale.planning.split import Split, stage_program
 from whale.planning.stages import Assignment
 from whale.planning.task_graphs import TaskGraphs
@@ -40,6 +42,7 @@ from whale.sharding.reasons import with_reasons
 from whale.sharding.redistribution_costs import GridCosts
 from whale.sharding.solve import predict_seconds, solve
 from whale.sharding.space import Space
+from whale.sharding.terms import Terms
 from whale.units import human_bytes, human_seconds
 
 SHORT_OF_MEMORY = 1e-9
@@ -228,13 +231,19 @@ class GridProblem:
     ) -> dict[int, Sharding]:
         """The shardings of all stages of some VirtualDevices on one grid each."""
         costs = {device.index: self._costs(device, grid, memory_price) for device in devices}
+        kinds = self._kinds_of(devices)
         found: dict[int, Sharding] = {}
         for stage in self._stages_of(devices):
             space = self._spaces[stage]
             fixed = self._fixed(stage, list(costs), found)
             device = self.device_of_stage[stage]
-            found[stage] = solve(space.program, grid, self.num_samples, costs[device], fixed, space)
+            solved = solve(space.program, grid, self.num_samples, costs[device], fixed, space)
+            terms = Terms(space, grid, self.num_samples, costs[device], self._node_costs(space))
+            found[stage] = with_cost_model(solved, terms, kinds, self.dtype)
         return found
+
+    def _node_costs(self, space: Space) -> Mapping[Node, NodeCost]:
+        return space.node_costs(self.num_samples, node_costs)
 
     def _fixed(
         self, stage: int, alike: Sequence[int], done: Mapping[int, Sharding]

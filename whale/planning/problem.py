@@ -50,6 +50,10 @@ class Problem:
     """`torch.get_float32_matmul_precision()`"""
     updates_whole: bool = False
     """the optimizer looks at whole parameters (Muon, Adafactor): each is updated by one rank"""
+    updates_alone: bool = True
+    """the optimizer looks at no other parameters when it updates one: they may lie on different
+    ranks
+    """
     is_trial: bool = False
     """only whether it fits is asked: the first draft that does is enough, with one chunk on a
     device where their number is free. Less is searched than for a plan, and nothing else, so that a

@@ -148,7 +148,7 @@ def _layers(
     groups: dict[tuple[object, ...], list[str]] = {}
     for name in names:
         state = states[name]
-        key = (state.dtype, state.trainable, holders[name], _layer_name(name))
+        key = (state.dtype, state.trainable, holders[name], layer_name(name))
         groups.setdefault(key, []).append(name)
     largest = max((_num_bytes(group, states) for group in groups.values()), default=0)
     merged: list[tuple[tuple[object, ...], list[str]]] = []
@@ -163,7 +163,7 @@ def _layers(
     return [group for _, group in merged]
 
 
-def _layer_name(name: str) -> str:
+def layer_name(name: str) -> str:
     """`transformer.h.3` of `transformer.h.3.attn.weight`; without a number, the module."""
     parts = name.split(".")
     for place, part in enumerate(parts):

@@ -23,7 +23,9 @@ from whale.search.shapes import MOST_CLASSES, device_classes
 from whale.simulation.simulate import simulate
 from whale.simulation.timeline import Timeline
 
-QUICK = Budget(estimates=60, cut_moves=60, drafts=3, unlike=0, smaller=0, polished=0)
+QUICK = Budget(
+    estimates=60, cut_moves=60, drafts=3, unlike=0, smaller=0, split=0, tensor=0, zero=1, polished=0
+)
 """of the searches on changed clusters"""
 BETTER_WITHOUT = 0.99
 """a device is better left out where the step is shorter by more than a hundredth without it"""
@@ -122,6 +124,10 @@ def kind_of(candidate: Candidate, num_devices: int) -> str:
     if not candidate.are_alike:
         return "replicas that are not alike"
     first = candidate.replicas[0]
+    if any(group.grid is not None for group in first.groups):
+        return "split" if len(first.groups) == 1 else "pipeline of split stages"
+    if candidate.memory.zero:
+        return "data parallel with ZeRO" if len(first.groups) == 1 else "pipeline with ZeRO"
     if len(first.groups) == 1:
         return "data parallel"
     what = "waves" if first.num_chunks > 1 else "pipeline"

@@ -19,6 +19,8 @@ from whale.units import ranges
 
 GridShape = tuple[int, int, int]
 """devices along the three axes of a grid, as in `split(grid=...)`"""
+ANY_GRID: GridShape = (0, 0, 0)
+"""the shape that the planner finds best (`planning/grids.py`)"""
 Recompute = bool | str | tuple[str, ...]
 """as the setting `recompute`: "auto", True, False, or names of modules"""
 
@@ -32,14 +34,20 @@ class DeviceGroup:
     """None: they share the samples of a micro-batch by their speed (`replicate`); else operations
     are split over a grid of this shape
     """
+    split: tuple[str, ...] = ()
+    """parameters whose operations are split over the grid, while everything else shares samples on
+    the same devices; empty: all operations are split
+    """
 
     @property
     def num_devices(self) -> int:
         return len(self.ranks)
 
     def __str__(self) -> str:
-        split = f" split {'x'.join(map(str, self.grid))}" if self.grid is not None else ""
-        return f"{ranges(self.ranks)}{split}"
+        if self.grid is None:
+            return ranges(self.ranks)
+        shape = "" if self.grid == ANY_GRID else f" {'x'.join(map(str, self.grid))}"
+        return f"{ranges(self.ranks)} split{shape}"
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,8 @@ class ReplicaChoice:
         """Whether both run the same stages in the same order, on groups of the same shape."""
         return (
             self.widths == other.widths
-            and [group.grid for group in self.groups] == [group.grid for group in other.groups]
+            and [(each.grid, each.split) for each in self.groups]
+            == [(each.grid, each.split) for each in other.groups]
             and replace(self, groups=(), num_samples=None)
             == replace(other, groups=(), num_samples=None)
         )
@@ -123,23 +132,40 @@ class Candidate:
 
     def describe(self) -> str:
         """One line for people: `2 replicas of 3 + 4 devices, 8 micro-batches, auto`."""
+        zero = f", ZeRO {self.memory.zero}" if self.memory.zero else ""
         if not self.are_alike:
             parts = [_describe_replica(replica) for replica in self.replicas]
-            return f"{count(len(parts), 'model replica')} that are not alike: {'; '.join(parts)}"
+            number = count(len(parts), "model replica")
+            return f"{number} that are not alike: {'; '.join(parts)}{zero}"
         first = _describe_replica(self.replicas[0])
         if len(self.replicas) == 1:
-            return first
-        return f"{len(self.replicas)} model replicas, each {first}"
+            return f"{first}{zero}"
+        return f"{len(self.replicas)} model replicas, each {first}{zero}"
 
 
 def _describe_replica(replica: ReplicaChoice) -> str:
     stages = count(len(replica.groups), "stage")
     chunks = f" x {replica.num_chunks} chunks" if replica.num_chunks > 1 else ""
     devices = _widths(replica.widths)
-    split = " split" if any(group.grid is not None for group in replica.groups) else ""
+    split = _split(replica)
     pipeline = "" if len(replica.groups) == 1 else f", {replica.schedule}"
     micro_batches = count(replica.num_micro_batch, "micro-batch")
     return f"{stages}{chunks} on {devices}{split}, {micro_batches}{pipeline}"
+
+
+def _split(replica: ReplicaChoice) -> str:
+    """` with classifier split`: what is split of a replica, if something is."""
+    grids = [group for group in replica.groups if group.grid is not None]
+    if not grids:
+        return ""
+    modules = dict.fromkeys(_numberless(name) for group in grids for name in group.split)
+    return f" with {', '.join(modules)} split" if modules else " split"
+
+
+def _numberless(parameter: str) -> str:
+    """`layers.*.experts` of `layers.3.experts.up`."""
+    module = parameter.split(".")[:-1] or [parameter]
+    return ".".join("*" if part.isdigit() else part for part in module)
 
 
 def _widths(widths: Sequence[int]) -> str:

@@ -26,7 +26,7 @@ STRATEGY = "strategy"
 LEAST_GAIN = 0.01
 """of the step: data parallelism is kept where nothing is faster by more"""
 
-OFFER = Budget(estimates=100, cut_moves=40, drafts=1, polished=0)
+OFFER = Budget(estimates=100, cut_moves=40, drafts=1, split=1, tensor=0, zero=1, polished=0)
 """what is tried to offer a plan that fits"""
 
 Report = Callable[[Progress], None]
@@ -61,8 +61,6 @@ def why_fixed(problem: Problem) -> str | None:
         return '"strategy": "data"'
     if config.replicas is not None:
         return '"replicas" is set'
-    if config.zero != 0:  # parts by memory follow from a plan; the search does not know them yet
-        return f'"zero": {config.zero!r} is set'
     if isinstance(config.offload, dict):
         return f'"offload": {config.offload!r} is set'
     has_auto = any(
@@ -71,6 +69,8 @@ def why_fixed(problem: Problem) -> str | None:
     )
     if config.strategy == AUTO or has_auto:
         return None
+    if config.zero != 0:  # who names a level of ZeRO and nothing else wants data parallelism
+        return f'"zero": {config.zero!r} is set'
     if is_annotated(problem):
         return "the model is annotated"
     if config.colocate:
@@ -218,7 +218,7 @@ def _nothing_fits(problem: Problem, done: Search, refused: ValueError | None) ->
 
 def _fixed_names(config: Config) -> list[str]:
     """The settings that hold, as the user wrote them."""
-    names = ("num_task_graph", "num_micro_batch", "schedule", "recompute", "num_waves")
+    names = ("num_task_graph", "num_micro_batch", "schedule", "recompute", "num_waves", "zero")
     return [f'"{name}": {getattr(config, name)}' for name in names if not is_open(config, name)]
 
 
@@ -263,7 +263,7 @@ def _with_offer(problem: Problem, error: DoesNotFit) -> DoesNotFit:
 def open_up(config: Config) -> Config:
     """The config with everything that the search chooses left open."""
     given = {key: value for key, value in config.to_dict().items() if config.is_given(key)}
-    for key in ("num_task_graph", "num_micro_batch", "schedule", "num_waves", "recompute"):
+    for key in ("num_task_graph", "num_micro_batch", "schedule", "num_waves", "recompute", "zero"):
         given.pop(key, None)
     return Config({**given, "strategy": AUTO})
 

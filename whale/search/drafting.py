@@ -6,21 +6,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whale.config import Config
-from whale.planning.arrangement import Arrangement
+from whale.planning.arrangement import Arrangement, GroupSplit
 from whale.planning.assemble import assemble
 from whale.planning.balance import Order
 from whale.planning.drafts import OrderDrafts
 from whale.planning.planner import fingerprint
 from whale.planning.pricing import typical_share
 from whale.planning.problem import Problem
-from whale.planning.replica_specs import ReplicaSpec, StageSpec
-from whale.planning.replicas import plan_of_replicas
 from whale.planning.schedules import ACTION_S
 from whale.planning.stages import Assignment
 from whale.plans.plan import Plan
-from whale.scheduling.placement import zigzag
-from whale.search.candidate import Candidate, ReplicaChoice
+from whale.search.candidate import ANY_GRID, Candidate, DeviceGroup
 from whale.search.outline import Outline
+from whale.search.split_parts import split_operations
+from whale.search.unlike import plan_of_candidate
 from whale.simulation.simulate import simulate
 
 CHOSEN = "chosen by the search"
@@ -83,15 +82,15 @@ class Drafting:
         )
         workload = self.outline.workload(share)
         order = Order(CHOSEN, tuple(range(problem.cluster.num_devices)))
-        drafts = OrderDrafts(problem, workload, order, arrangement=arrangement_of(candidate))
+        arrangement = arrangement_of(candidate, self.outline)
+        drafts = OrderDrafts(problem, workload, order, arrangement=arrangement)
         draft = drafts.best()
         plan = assemble(problem, workload, draft, self.model)
         return Drafted(candidate, plan, draft.assignment, simulate(plan).step_s)
 
     def _draft_replicas(self, problem: Problem, candidate: Candidate) -> Drafted:
         """Replicas that are not alike, or devices that are left out."""
-        specs = [spec_of(replica, candidate) for replica in candidate.replicas]
-        plan, assignment = plan_of_replicas(problem, specs, self.model, may_leave_out=True)
+        plan, assignment = plan_of_candidate(problem, candidate, self.model)
         return Drafted(candidate, plan, assignment, simulate(plan).step_s)
 
     def config_of(self, candidate: Candidate) -> Config:
@@ -104,6 +103,7 @@ class Drafting:
             schedule=first.schedule,
             num_waves=first.num_chunks // 2 if is_chunked else None,
             recompute=_as_setting(candidate.memory.recompute),
+            zero=candidate.memory.zero,
         )
 
 
@@ -111,7 +111,7 @@ def _as_setting(recompute: bool | str | tuple[str, ...]) -> bool | str | list[st
     return list(recompute) if isinstance(recompute, tuple) else recompute
 
 
-def arrangement_of(candidate: Candidate) -> Arrangement:
+def arrangement_of(candidate: Candidate, outline: Outline) -> Arrangement:
     """What planning needs of a candidate whose replicas are alike."""
     first = candidate.replicas[0]
     ranks = []
@@ -123,21 +123,13 @@ def arrangement_of(candidate: Candidate) -> Arrangement:
         num_chunks=first.num_chunks,
         is_loop=first.schedule == "interleaved",
         why_cuts=CHOSEN,
+        splits=tuple(_split_of(group, outline) for group in first.groups),
     )
 
 
-def spec_of(replica: ReplicaChoice, candidate: Candidate) -> ReplicaSpec:
-    """One replica as planning takes it, when they are given one by one."""
-    starts = replica.starts
-    stages = []
-    for stage, group in enumerate(zigzag(len(replica.groups), replica.num_chunks)):
-        start = starts[stage] if starts is not None and stage else None
-        stages.append(StageSpec(replica.groups[group].ranks, start))
-    return ReplicaSpec(
-        stages=tuple(stages),
-        num_samples=replica.num_samples,
-        num_micro_batch=replica.num_micro_batch,
-        schedule=replica.schedule,
-        num_waves=replica.num_chunks // 2 if replica.num_chunks > 1 else None,
-        recompute=candidate.memory.recompute,
-    )
+def _split_of(group: DeviceGroup, outline: Outline) -> GroupSplit | None:
+    """How a group splits operations; None where its devices share samples."""
+    if group.grid is None:
+        return None
+    grid = None if group.grid == ANY_GRID else group.grid
+    return GroupSplit(grid, split_operations(outline, group.split) if group.split else None)

@@ -36,6 +36,7 @@ from whale.planning.schedules import ACTION_S
 from whale.plans.shares import Load, best_shares, shares_of_series
 from whale.search.outline import Floats, Outline
 from whale.search.point import Estimate, Point, Shape
+from whale.search.zero_terms import ZeroTerms
 from whale.simulation.communication import all_reduce_seconds
 
 BISECTIONS = 24
@@ -52,9 +53,15 @@ class _Stage:
 
     forward: list[float]
     backward: list[float]
-    devices: tuple[tuple[float, int], ...]
-    """(bytes for weights and for what is saved, samples) of every different device"""
-    is_shared: bool
+    devices: tuple[tuple[float, int, float], ...]
+    """(bytes for weights and for what is saved, samples, part of what ZeRO cuts) of every different
+    device
+    """
+    ranks: tuple[int, ...]
+
+    @property
+    def is_shared(self) -> bool:
+        return len(self.ranks) > 1
 
 
 @dataclass
@@ -65,6 +72,8 @@ class Estimator:
     recompute: bool | str | tuple[str, ...] = "auto"
     num_samples: int | None = None
     """of the mini-batch; None: all"""
+    zero: int = 0
+    """level of ZeRO"""
     _rows: dict[frozenset[tuple[DeviceKind, int]], tuple[list[float], list[float]]] = field(
         default_factory=dict, repr=False
     )
@@ -133,6 +142,8 @@ class Estimator:
         """Whether the weights of the model fit into the groups at all, each as large as the
         smallest memory in it: if not, no cut does.
         """
+        if self.zero:
+            return True  # by how much it is too large depends on the cut
         room = 0.0
         is_shared = True
         for groups in zip(*shape.replicas, strict=True):
@@ -197,7 +208,8 @@ class Estimator:
         )
         for kinds, share in different:
             loads |= self._loads(kinds, share)
-        number = sum(len(stages[index]) for stages in point.shape.replicas)
+        ranks = tuple(sorted(rank for stages in point.shape.replicas for rank in stages[index]))
+        total = sum(self._kinds[rank].memory_bytes for rank in ranks)
         forward, backward = self._row(frozenset(loads))
         devices = set()
         for kind, share in loads:
@@ -205,8 +217,9 @@ class Estimator:
                 free = MEMORY_PART * kind.memory_bytes - self.outline.batch_bytes
                 # the stages of a group share its memory evenly
                 free = (free - share * self._workspace) / point.num_chunks
-                devices.add((free, share))
-        return _Stage(forward, backward, tuple(sorted(devices)), number > 1)
+                part = kind.memory_bytes / total if self.zero else 0.0
+                devices.add((free, share, part))
+        return _Stage(forward, backward, tuple(sorted(devices)), ranks)
 
     def _signature(self, ranks: Sequence[int]) -> tuple[DeviceKind, ...]:
         return tuple(sorted((self._kinds[rank] for rank in ranks), key=lambda kind: kind.name))
@@ -246,9 +259,13 @@ class Estimator:
     def _crossing(self) -> list[float]:
         return [float(each) for each in self.outline.crossing_bytes]
 
-    def _static_bytes(self, stage: _Stage, start: int, end: int) -> float:
+    def _static_bytes(self, stage: _Stage, start: int, end: int, part: float) -> float:
+        """`part`: of what ZeRO cuts, on this device."""
         sums = self._static[stage.is_shared]
         static = sums[end] - sums[start] + self.outline.largest_weight_bytes
+        if self.zero and stage.is_shared:
+            others = self._others[end] - self._others[start] + self.outline.largest_weight_bytes
+            return others + self._zero_terms.held_bytes(self._trained_in(start, end), part)
         for tied in self.outline.tied:
             is_held = any(start <= segment < end for segment in tied.segments)
             if is_held and not start <= tied.segments[0] < end:
@@ -260,11 +277,13 @@ class Estimator:
         if not stage.devices:
             return 1.0 if self.recompute is True else 0.0
         fixed, per_sample = self._saved
-        static = self._static_bytes(stage, start, end)
         part = 1.0 if self.recompute is True else 0.0
         crossing = self._crossing[start] or self._crossing[end]
-        for free, samples in stage.devices:
-            room = free - static
+        static_bytes: dict[float, float] = {}
+        for free, samples, held in stage.devices:
+            if held not in static_bytes:
+                static_bytes[held] = self._static_bytes(stage, start, end, held)
+            room = free - static_bytes[held]
             saved = fixed[end] - fixed[start] + samples * (per_sample[end] - per_sample[start])
             if room >= in_flight * saved and part == 0.0:
                 continue
@@ -335,8 +354,36 @@ class Estimator:
         part = self._recomputed(stage, start, end, in_flight)
         if part == math.inf:
             return math.inf
+        return sum(self._actions(stage, start, end, part))
+
+    def _actions(
+        self, stage: _Stage, start: int, end: int, recomputed: float
+    ) -> tuple[float, float]:
+        """Seconds of a forward and of a backward, with what ZeRO sends in them."""
         forward = stage.forward[end] - stage.forward[start]
-        return (1 + part) * forward + stage.backward[end] - stage.backward[start]
+        backward = stage.backward[end] - stage.backward[start] + recomputed * forward
+        if not self.zero or not stage.is_shared:
+            return forward, backward
+        trained = self._trained_in(start, end)
+        byte_s = self._ring(stage.ranks)[0]
+        terms = self._zero_terms
+        return (
+            terms.forward_s(forward, trained, byte_s),
+            terms.backward_s(backward, trained, byte_s),
+        )
+
+    @cached_property
+    def _zero_terms(self) -> ZeroTerms:
+        ratio = self.outline.problem.optimizer_ratio
+        return ZeroTerms(self.zero, ratio, self.outline.largest_layer_bytes, self._overlaps)
+
+    @cached_property
+    def _others(self) -> list[float]:
+        return _sums(self.outline.other_bytes)
+
+    def _trained_in(self, start: int, end: int) -> float:
+        """Bytes of parameters with a gradient that these segments are the first to read."""
+        return self._trained[end] - self._trained[start]
 
     # ---- step
 
@@ -352,12 +399,9 @@ class Estimator:
         forward = []
         backward = []
         for index, stage in enumerate(stages):
-            start, end = bounds[index], bounds[index + 1]
-            own = stage.forward[end] - stage.forward[start]
-            forward.append(own + ACTION_S)
-            backward.append(
-                stage.backward[end] - stage.backward[start] + parts[index] * own + ACTION_S
-            )
+            own = self._actions(stage, bounds[index], bounds[index + 1], parts[index])
+            forward.append(own[0] + ACTION_S)
+            backward.append(own[1] + ACTION_S)
         messages, cards = self._messages(point, samples, bounds)
         busy = [0.0] * point.shape.num_stages
         for index, group in enumerate(point.group_of_stage):
@@ -447,17 +491,18 @@ class Estimator:
             if len(owners) > 1:
                 members = tuple(sorted(rank for owner in owners for rank in all_ranks[owner]))
                 wanted.append((held[0], members, float(tied.trained_bytes)))
+        left = self._zero_terms.left_to_reduce if self.zero else 1.0
         for index, ranks, num_bytes in wanted:
-            if len(ranks) < 2 or not num_bytes:
+            if len(ranks) < 2 or not num_bytes or not left:
                 continue
             byte_s, bucket_s, cards = self._ring(ranks)
             buckets = max(1, math.ceil(num_bytes / bucket_bytes)) if self._overlaps else 1
-            seconds = num_bytes * byte_s + buckets * bucket_s
+            seconds = (num_bytes * byte_s + buckets * bucket_s) * left
             ready = closes[index] - backward[index] * (1 - 1 / buckets)
             start = max([ready, *(free.get(host, 0.0) for host, _ in cards)])
             end = max(start + seconds, closes[index] + seconds / buckets)
             for host, each in cards:
-                free[host] = max(start, free.get(host, 0.0)) + num_bytes * each
+                free[host] = max(start, free.get(host, 0.0)) + left * num_bytes * each
                 end = max(end, free[host])
             end_s = max(end_s, end)
         return end_s
@@ -479,6 +524,8 @@ class Estimator:
             shared = num_bytes if len(ranks) > 1 else 0.0
             for kind in {self._kinds[rank] for rank in ranks}:
                 seconds = update_seconds(int(num_bytes), int(shared), 1, ratio, kind, work)
+                if self.zero:
+                    seconds /= len(ranks)
                 slowest = max(slowest, seconds)
         return slowest
 

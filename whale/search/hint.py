@@ -12,7 +12,17 @@ from whale.search.settings import OpenSettings
 from whale.simulation.simulate import simulate
 from whale.units import human_seconds
 
-HINT = Budget(estimates=150, cut_moves=60, drafts=3, unlike=1, smaller=1, polished=1)
+HINT = Budget(
+    estimates=150,
+    cut_moves=60,
+    drafts=3,
+    unlike=1,
+    smaller=1,
+    split=1,
+    tensor=0,
+    zero=1,
+    polished=1,
+)
 
 
 def hint(problem: Problem, plan: Plan) -> str | None:

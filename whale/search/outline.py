@@ -12,8 +12,8 @@ takes microseconds whatever the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,15 +24,21 @@ from whale.capture.kinds import ValueKind
 from whale.capture.sample_states import batch_dim
 from whale.cluster.cluster import DeviceKind
 from whale.costs.backward_workspace import COPIES, live_between
+from whale.costs.costs import NodeCost
 from whale.planning.problem import Problem
 from whale.planning.stages import carries_gradient, live_operations, state_behind
 from whale.planning.task_graphs import cuttable, thin_points
 from whale.planning.workload import INSIDE_OPERATIONS, Workload
+from whale.planning.zero_blocks import layer_name
 
 Floats = npt.NDArray[np.float64]
 
 MOST_POINTS = 160
 """points where a stage may start, in the outline"""
+WEIGHTS_ONLY = frozenset(
+    ["tied", "trained_bytes", "other_bytes", "largest_weight_bytes", "largest_layer_bytes"]
+)
+"""what depends on how weights are cut"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class TiedBytes:
     """A parameter that distant segments read: each of their stages holds it."""
 
     segments: tuple[int, ...]
-    trained_bytes: int
+    trained_bytes: float
 
 
 @dataclass
@@ -66,6 +72,32 @@ class Outline:
     problem: Problem
     _workloads: dict[int, Workload] = field(default_factory=dict, repr=False)
     _times: dict[tuple[DeviceKind, int], SegmentTimes] = field(default_factory=dict, repr=False)
+    split: Mapping[str, int] = field(default_factory=dict, repr=False)
+    """parameter -> over how many devices it is cut, each of which holds a part of it; others are
+    whole on every device
+    """
+
+    def with_split(self, names: Iterable[str], number: int) -> Outline:
+        """The same model with some parameters cut over so many devices."""
+        made = replace(self, split=dict.fromkeys(names, number))
+        for key, value in self.__dict__.items():
+            if key not in made.__dict__ and key not in WEIGHTS_ONLY:
+                made.__dict__[key] = value  # all that does not depend on it is computed once
+        return made
+
+    @cached_property
+    def places(self) -> dict[Node, int]:
+        """Activation -> its place among them."""
+        return {node: place for place, node in enumerate(self.activations)}
+
+    @property
+    def costs(self) -> Mapping[Node, NodeCost]:
+        """Costs of every operation for the whole mini-batch."""
+        return self._any_workload.costs
+
+    def _held_bytes(self, name: str) -> float:
+        """Bytes of a parameter or buffer on a device that holds it."""
+        return self.problem.captured.state[name].num_bytes / self.split.get(name, 1)
 
     @cached_property
     def operations(self) -> list[Node]:
@@ -225,7 +257,7 @@ class Outline:
             tensor = state[name]
             is_large = tensor.num_bytes > 0.01 * largest
             if len(segments) > 1 and tensor.kind == "parameter" and tensor.trainable and is_large:
-                found.append(TiedBytes(tuple(segments), tensor.num_bytes))
+                found.append(TiedBytes(tuple(segments), self._held_bytes(name)))
         return tuple(found)
 
     def _bytes_where_first_read(self, trained_factor: float, other_factor: float) -> Floats:
@@ -234,7 +266,7 @@ class Outline:
         for name, segments in self._readers.items():
             tensor = state[name]
             factor = trained_factor if tensor.trainable else other_factor
-            found[segments[0]] += factor * tensor.num_bytes
+            found[segments[0]] += factor * self._held_bytes(name)
         return found
 
     @cached_property
@@ -255,9 +287,25 @@ class Outline:
         return tied.trained_bytes * (2.0 + is_shared + self.problem.optimizer_ratio)
 
     @cached_property
-    def largest_weight_bytes(self) -> int:
+    def largest_weight_bytes(self) -> float:
         state = self.problem.captured.state
-        return max((tensor.num_bytes for tensor in state.values() if tensor.trainable), default=0)
+        trained = [name for name, tensor in state.items() if tensor.trainable]
+        return max(map(self._held_bytes, trained), default=0.0)
+
+    @cached_property
+    def largest_layer_bytes(self) -> float:
+        """Bytes of the largest layer: what ZeRO gathers and reduces at once."""
+        layers: dict[str, float] = {}
+        for name, tensor in self.problem.captured.state.items():
+            if tensor.trainable:
+                layer = layer_name(name)
+                layers[layer] = layers.get(layer, 0.0) + self._held_bytes(name)
+        return max(layers.values(), default=0.0)
+
+    @cached_property
+    def other_bytes(self) -> Floats:
+        """(segments,): bytes of buffers and frozen parameters, where they are first read."""
+        return self._bytes_where_first_read(0.0, 1.0)
 
     @property
     def batch_bytes(self) -> int:

@@ -27,6 +27,8 @@ from whale.search.outline import Outline
 from whale.search.point import Estimate, Point
 from whale.search.settings import OpenSettings
 from whale.search.shapes import device_classes, partitions, shapes, subsets
+from whale.search.splits import split_candidates
+from whale.search.tensor_groups import GroupOutline, TensorGroups, tensor_groups
 
 LOOKED_AT = 3
 """so many times more estimates get their best cuts than are drafted"""
@@ -54,6 +56,12 @@ class Budget:
     """candidates of replicas that are not alike that are drafted"""
     smaller: int = 2
     """candidates on fewer devices that are drafted"""
+    split: int = 2
+    """candidates that split the operations of heavy parameters that are drafted"""
+    tensor: int = 1
+    """candidates of tensor parallelism that are drafted"""
+    zero: int = 3
+    """candidates with ZeRO that are drafted, where memory is short"""
     neighbours: int = 24
     """points near to the best that are estimated"""
     polished: int = 2
@@ -74,11 +82,15 @@ class Budget:
                 drafts=5,
                 unlike=1,
                 smaller=1,
+                split=1,
+                zero=2,
                 neighbours=8,
                 polished=1,
             )
         if num_operations * num_devices > VAST:
-            return Budget(estimates=estimates, drafts=4, neighbours=4, polished=1)
+            return Budget(
+                estimates=estimates, drafts=4, split=1, tensor=0, zero=0, neighbours=4, polished=1
+            )
         return Budget(estimates=estimates, drafts=12)
 
 
@@ -113,14 +125,18 @@ class Search:
     drafted: list[Drafted] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
     num_estimates: int = 0
+    is_short: bool = False
+    """memory keeps some candidates from fitting, or asks for recomputation"""
     is_interrupted: bool = False
 
     def __post_init__(self) -> None:
         self.outline = Outline(self.problem)
-        self.estimator = Estimator(self.outline, self.settings.recompute)
+        self.measures = self.settings.memory_measures()
+        self._estimators: dict[tuple[MemoryChoice, int | None], Estimator] = {}
+        self.estimator = self._estimator(self.measures[0])
         self.drafting = Drafting(self.problem, self.outline)
         self._neighbours_left = self.budget.neighbours
-        self._moved: dict[Estimate, Estimate] = {}
+        self._moved: dict[tuple[Estimate, int], Estimate] = {}
         self._point_of: dict[Candidate, Point] = {}
         self._blocks: dict[tuple[tuple[int, ...], int], Estimate | None] = {}
 
@@ -132,6 +148,9 @@ class Search:
         """Fills `drafted`; an interrupt ends it with what is there."""
         try:
             self.draft_best(self.estimated(self._points(), self.estimator))
+            self.draft_split()
+            self.draft_tensor_groups()
+            self.draft_zero()
             self.draft_unlike()
             self.draft_smaller()
             self.polish()
@@ -159,6 +178,9 @@ class Search:
             estimate = estimator.estimate(point)
             tried += 1
             self.num_estimates += 1
+            is_asked = self.settings.recompute is True
+            if not estimate.fits or (any(estimate.recomputed) and not is_asked):
+                self.is_short = True
             if estimate.fits:
                 found.append(estimate)
                 least = min(least, estimate.step_s)
@@ -166,14 +188,29 @@ class Search:
                 self._report("estimates", self.num_estimates, self.budget.estimates)
         return sorted(found, key=lambda each: each.step_s)
 
+    def _estimator(self, memory: MemoryChoice, num_samples: int | None = None) -> Estimator:
+        """The estimator of candidates that do this about their memory, with what it has computed."""
+        key = (memory, num_samples)
+        if key not in self._estimators:
+            made = Estimator(self.outline, memory.recompute, num_samples, memory.zero)
+            self._estimators[key] = made
+        return self._estimators[key]
+
     def _points(
-        self, ranks: tuple[int, ...] | None = None, num_samples: int | None = None
+        self,
+        ranks: tuple[int, ...] | None = None,
+        num_samples: int | None = None,
+        estimator: Estimator | None = None,
     ) -> Iterator[Point]:
         """Points on all devices, or on these; for the whole mini-batch, or for so many samples."""
         most_wide = self._most_wide
+        estimator = estimator or self.estimator
         batch_size = num_samples or self.problem.batch_size
-        for shape in shapes(self.problem.cluster, ranks):
-            if shape.widest > most_wide or not self.estimator.can_hold(shape):
+        for shape in shapes(estimator.outline.problem.cluster, ranks):
+            if shape.widest > most_wide:
+                continue
+            if not estimator.can_hold(shape):
+                self.is_short = True
                 continue
             for chunks in self.settings.chunk_counts(shape.num_stages):
                 if shape.num_stages * chunks > self.outline.num_segments:
@@ -193,9 +230,12 @@ class Search:
 
     # ---- drafts
 
-    def candidate_of(self, estimate: Estimate) -> Candidate:
-        """The estimate with its cuts moved to where the step is shortest."""
-        starts = self.outline.starts(self.with_best_cuts(estimate).cuts)
+    def candidate_of(self, estimate: Estimate, memory: MemoryChoice | None = None) -> Candidate:
+        """The estimate with its cuts moved to where the step is shortest. `memory`: None for what
+        all candidates are tried with.
+        """
+        memory = memory or self.measures[0]
+        starts = self.outline.starts(self.with_best_cuts(estimate, memory).cuts)
         replicas = []
         point = estimate.point
         for stages in point.shape.replicas:
@@ -204,19 +244,21 @@ class Search:
             replicas.append(
                 ReplicaChoice(groups, point.num_micro_batch, schedule, point.num_chunks, starts)
             )
-        made = Candidate(tuple(replicas), MemoryChoice(self.settings.recompute))
+        made = Candidate(tuple(replicas), memory)
         if point.shape.num_devices == self.problem.cluster.num_devices:
             self._point_of[made] = point
         return made
 
-    def with_best_cuts(self, estimate: Estimate) -> Estimate:
+    def with_best_cuts(self, estimate: Estimate, memory: MemoryChoice | None = None) -> Estimate:
         """The estimate with its cuts moved to where the step is shortest; looked up the second
         time.
         """
-        if estimate not in self._moved:
-            better = best_cuts(self.estimator, estimate, self.budget.cut_moves)
-            self._moved[estimate] = self._moved[better] = better
-        return self._moved[estimate]
+        memory = memory or self.measures[0]
+        key = (estimate, memory.zero)
+        if key not in self._moved:
+            better = best_cuts(self._estimator(memory), estimate, self.budget.cut_moves)
+            self._moved[key] = self._moved[better, memory.zero] = better
+        return self._moved[key]
 
     def draft_best(self, estimates: list[Estimate]) -> None:
         """Drafts the best estimates, not twice the same shape with nearly as many micro-batches."""
@@ -248,11 +290,77 @@ class Search:
         self.tried.append(Tried(candidate, drafted.step_s))
         return drafted
 
+    # ---- split operations, and ZeRO
+
+    def draft_split(self) -> None:
+        """Heavy parameters split over groups of devices, everything else by samples."""
+        if not self.settings.may_split or self.measures[0].zero or not self.budget.split:
+            return
+        found = split_candidates(self.outline, self.settings, self._most_wide > 1)
+        for number, each in enumerate(found[: self.budget.split], start=1):
+            best = self.best
+            if best is not None and each.step_s > best.score_s:
+                break
+            self._report("split operations", number, self.budget.split)
+            self.draft(each.candidate)
+
+    def draft_tensor_groups(self) -> None:
+        """Stages on groups of devices that split all their operations."""
+        if not self.settings.may_split or self.measures[0].zero or not self.budget.tensor:
+            return
+        if not self._may_cut_all:
+            return
+        found: list[tuple[Estimate, TensorGroups]] = []
+        for groups in tensor_groups(self.problem.cluster):
+            outline = GroupOutline.of(self.outline, groups)
+            estimator = Estimator(outline, self.settings.recompute)
+            points = self._points(estimator=estimator)
+            estimates = self.estimated(points, estimator, self.budget.estimates // 8)
+            found += [(estimate, groups) for estimate in estimates[:1]]
+        found.sort(key=lambda each: each[0].step_s)
+        for number, (estimate, groups) in enumerate(found[: self.budget.tensor], start=1):
+            best = self.best
+            if best is not None and estimate.step_s > best.score_s:
+                break
+            self._report("tensor parallelism", number, self.budget.tensor)
+            starts = self.outline.starts(estimate.cuts)
+            self.draft(groups.candidate(estimate, starts, self.settings, self.measures[0]))
+
+    @property
+    def _may_cut_all(self) -> bool:
+        """Whether the optimizer gives the same on parts of parameters."""
+        return self.problem.updates_alone and not self.problem.updates_whole
+
+    def draft_zero(self) -> None:
+        """What ranks hold alike in parts, where memory is short: an alternative to recomputation
+        and to more stages.
+        """
+        further = self.measures[1:]
+        is_wanted = self.is_short or self.settings.zero_for_speed
+        most = self.budget.zero or int(self.best is None)
+        if not further or not is_wanted or not most:
+            return
+        found: list[tuple[Estimate, MemoryChoice]] = []
+        for memory in further:
+            estimator = self._estimator(memory)
+            points = (
+                point for point in self._points(estimator=estimator) if point.shape.widest > 1
+            )
+            estimates = self.estimated(points, estimator, self.budget.estimates // 8)
+            found += [(estimate, memory) for estimate in estimates[:2]]
+        found.sort(key=lambda each: each[0].step_s)
+        for number, (estimate, memory) in enumerate(found[:most], start=1):
+            best = self.best
+            if best is not None and estimate.step_s > best.score_s:
+                break
+            self._report("ZeRO", number, most)
+            self.draft(self.candidate_of(estimate, memory))
+
     # ---- replicas that are not alike, and fewer devices
 
     def draft_unlike(self) -> None:
         """Classes of devices in blocks, each block with model replicas of its own shape."""
-        if self._most_wide == 1 or self.settings.num_stages is not None:
+        if self._most_wide == 1 or self.settings.num_stages is not None or self.measures[0].zero:
             return
         found: list[tuple[float, Candidate]] = []
         for blocks in partitions(device_classes(self.problem.cluster)):
@@ -285,12 +393,12 @@ class Search:
                 return None
             slowest = max(slowest, best.step_s)
             replicas.extend(self.candidate_of(best).replicas)
-        return slowest, Candidate(tuple(replicas), MemoryChoice(self.settings.recompute))
+        return slowest, Candidate(tuple(replicas), self.measures[0])
 
     def _best_of_block(self, ranks: tuple[int, ...], share: int) -> Estimate | None:
         key = (ranks, share)
         if key not in self._blocks:
-            estimator = Estimator(self.outline, self.settings.recompute, share)
+            estimator = self._estimator(self.measures[0], share)
             points = self._points(ranks, share)
             found = self.estimated(points, estimator, self.budget.estimates // 8)
             self._blocks[key] = found[0] if found else None
@@ -298,7 +406,7 @@ class Search:
 
     def draft_smaller(self) -> None:
         """The same on fewer devices: some make the step longer."""
-        if self.settings.num_stages is not None:
+        if self.settings.num_stages is not None or self.measures[0].zero:
             return
         found: list[Estimate] = []
         for ranks in subsets(self.problem.cluster):
@@ -331,17 +439,19 @@ class Search:
         best = self.best
         if best is None or best.candidate not in self._point_of:
             return False
-        known = set(self._point_of.values())
+        memory = best.candidate.memory
+        known = {point for made, point in self._point_of.items() if made.memory == memory}
         found = []
+        estimator = self._estimator(memory)
         for point in neighbours(self._point_of[best.candidate], self.settings, self.outline):
             if point not in known and self._neighbours_left > 0:
                 self._neighbours_left -= 1
-                estimate = self.estimator.estimate(point)
+                estimate = estimator.estimate(point)
                 if estimate.step_s <= NEARLY * best.score_s:
-                    found.append(self.with_best_cuts(estimate))
+                    found.append(self.with_best_cuts(estimate, memory))
         for number, estimate in enumerate(sorted(found, key=lambda each: each.step_s), start=1):
             self._report("neighbours", number, len(found))
-            self.draft(self.candidate_of(estimate))
+            self.draft(self.candidate_of(estimate, memory))
         return self.best is not best
 
     def _report(self, what: str, done: int, of: int) -> None:

@@ -9,6 +9,7 @@ from whale.config import Config
 from whale.operations.nodes import trains_batch_norm
 from whale.planning.problem import Problem
 from whale.planning.schedules import FIXED_ORDERS
+from whale.search.candidate import MemoryChoice
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """numbers of micro-batches that are tried"""
@@ -26,6 +27,12 @@ class OpenSettings:
     schedule: str | None = None
     recompute: bool | str | tuple[str, ...] = AUTO
     num_waves: int | None = None
+    zero: int | None = 0
+    """the level of ZeRO; None: open, for where memory is short"""
+    zero_for_speed: bool = False
+    """levels of ZeRO are compared also where memory is not short: the user said "auto" """
+    may_split: bool = False
+    """operations may be split over devices"""
     why_one_micro_batch: str | None = None
     """why the number of micro-batches stays 1 though the user did not set it"""
 
@@ -48,6 +55,9 @@ class OpenSettings:
             schedule=None if is_open(config, "schedule") else config.schedule,
             recompute=tuple(given) if isinstance(given, list) else given,
             num_waves=config.num_waves,
+            zero=_zero(problem),
+            zero_for_speed=config.zero == AUTO,
+            may_split=True,
             why_one_micro_batch=why,
         )
 
@@ -56,6 +66,17 @@ class OpenSettings:
         if self.num_micro_batch is not None:
             return [self.num_micro_batch] if self.num_micro_batch <= most else []
         return [count for count in COUNTS if count <= most]
+
+    def memory_measures(self) -> tuple[MemoryChoice, ...]:
+        """What a candidate may do about its memory, cheapest first. The first is what all
+        candidates are tried with; the others come where memory is short.
+
+        Each costs more time than the one before it: parts of what ranks hold alike (ZeRO) cost the
+        same messages (level 1), some in every micro-batch (2), weights besides (3). What lies in
+        the memory of the host comes behind them.
+        """
+        levels = (0, 1, 2, 3) if self.zero is None else (self.zero,)
+        return tuple(MemoryChoice(self.recompute, level) for level in levels)
 
     def schedule_of(self, num_groups: int) -> str:
         """The schedule of a replica with so many groups: made for its costs, where open."""
@@ -75,6 +96,15 @@ class OpenSettings:
         if self.schedule in ("wave", "interleaved"):
             return [2]
         return [1] if self.schedule in FIXED_ORDERS else list(CHUNK_COUNTS)
+
+
+def _zero(problem: Problem) -> int | None:
+    """The level of ZeRO that holds; None: open."""
+    config = problem.config
+    if not is_open(config, "zero"):
+        assert isinstance(config.zero, int)
+        return config.zero
+    return None if problem.updates_alone else 0
 
 
 def is_open(config: Config, key: str) -> bool:

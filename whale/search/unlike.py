@@ -12,13 +12,13 @@ from whale.planning.replicas import plan_of_replicas
 from whale.planning.stages import Assignment
 from whale.plans.plan import Plan
 from whale.scheduling.placement import loop, zigzag
-from whale.search.candidate import Candidate, DeviceGroup, Recompute, ReplicaChoice
+from whale.search.candidate import ANY_GRID, Candidate, DeviceGroup, Recompute, ReplicaChoice
 
 
 def plan_of_candidate(
     problem: Problem, candidate: Candidate, model: str | None = None
 ) -> tuple[Plan, Assignment]:
-    """The plan of any candidate without ZeRO and offload; ranks that no replica names take no part.
+    """The plan of any candidate without offload; ranks that no replica names take no part.
     Raises ValueError where it cannot be. `model`: fingerprint of the graph, where it is known.
     """
     return plan_of_replicas(
@@ -56,5 +56,13 @@ def _spec(replica: ReplicaChoice, recompute: Recompute) -> ReplicaSpec:
 
 
 def _stage(group: DeviceGroup, start: int | None = None) -> StageSpec:
-    split = Strategy("split", group.num_devices, group.grid) if group.grid is not None else None
-    return StageSpec(group.ranks, start, split)
+    """One stage as planning takes it; raises ValueError where only some of it is split."""
+    if group.grid is None:
+        return StageSpec(group.ranks, start)
+    if group.split:
+        raise ValueError(
+            "a stage of which only some operations are split needs model replicas that are alike, "
+            "on all devices"
+        )
+    grid = None if group.grid == ANY_GRID else group.grid
+    return StageSpec(group.ranks, start, Strategy("split", group.num_devices, grid))

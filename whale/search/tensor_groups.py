@@ -1,0 +1,141 @@
+"""Candidates whose stages run on grids: t devices of one kind on one host split every operation of
+their stage (tensor parallelism), instead of sharing its samples.
+
+To the estimates, t such devices are one device with t times the rates and the memory of one, whose
+every segment takes longer by its messages. With c bytes for each sample that cross in front of a
+segment (a residual stream, say), a pair of products behind it gathers c and scatters its result,
+forward and backward:
+
+    4 c (t - 1) / t bytes for each sample and segment, over the link between the t devices        (1)
+
+So shapes, cuts, memory and bounds are those of any other pipeline, on fewer and larger devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from whale.cluster.cluster import Cluster, Device, DeviceKind
+from whale.search.candidate import ANY_GRID, Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
+from whale.search.outline import Outline, SegmentTimes
+from whale.search.point import Estimate
+from whale.search.settings import OpenSettings
+
+
+@dataclass(frozen=True)
+class TensorGroups:
+    """The devices of a cluster in groups of `width`, each as one device."""
+
+    width: int
+    cluster: Cluster
+    """of the groups"""
+    members: tuple[tuple[int, ...], ...]
+    """ranks of each group"""
+    seconds_of_byte: float
+    """of what a device sends inside its group, over the slowest link"""
+
+    def candidate(
+        self,
+        estimate: Estimate,
+        starts: tuple[int, ...],
+        settings: OpenSettings,
+        memory: MemoryChoice,
+    ) -> Candidate:
+        """The estimate on the devices themselves."""
+        replicas = []
+        point = estimate.point
+        for stages in point.shape.replicas:
+            groups = []
+            for stage in stages:
+                ranks = tuple(rank for group in stage for rank in self.members[group])
+                groups.append(DeviceGroup(ranks, ANY_GRID))
+            schedule = settings.schedule_of(len(groups))
+            replicas.append(
+                ReplicaChoice(
+                    tuple(groups), point.num_micro_batch, schedule, point.num_chunks, starts
+                )
+            )
+        return Candidate(tuple(replicas), memory)
+
+
+def tensor_groups(cluster: Cluster) -> Iterator[TensorGroups]:
+    """Groups of every width that divides the devices of each kind on each host."""
+    classes: dict[tuple[DeviceKind, str], list[int]] = {}
+    for device in cluster.devices:
+        classes.setdefault((device.kind, device.host), []).append(device.rank)
+    smallest = min(len(ranks) for ranks in classes.values())
+    for width in range(2, smallest + 1):
+        if any(len(ranks) % width for ranks in classes.values()):
+            continue
+        members = []
+        for ranks in classes.values():
+            for start in range(0, len(ranks), width):
+                members.append(tuple(ranks[start : start + width]))
+        members.sort()
+        devices = []
+        for number, own in enumerate(members):
+            first = cluster.devices[own[0]]
+            devices.append(Device(number, first.host, number, _together(first.kind, width)))
+        links = [cluster.link(own[0], rank) for own in members for rank in own[1:]]
+        slowest = max(1.0 / link.bytes_per_s for link in links)
+        yield TensorGroups(width, cluster.in_order(devices), tuple(members), slowest)
+
+
+def _together(kind: DeviceKind, width: int) -> DeviceKind:
+    """So many devices as one."""
+
+    def times(rate: float | None) -> float | None:
+        return None if rate is None else width * rate
+
+    return replace(
+        kind,
+        name=f"{width} x {kind.name}",
+        flop_per_s=width * kind.flop_per_s,
+        memory_bytes=width * kind.memory_bytes,
+        bytes_per_s=width * kind.bytes_per_s,
+        tf32_flop_per_s=times(kind.tf32_flop_per_s),
+        bf16_flop_per_s=times(kind.bf16_flop_per_s),
+        fp16_flop_per_s=times(kind.fp16_flop_per_s),
+        matmul_rates=(),
+        operations=(),
+    )
+
+
+@dataclass
+class GroupOutline(Outline):
+    """The outline of a model for groups: their messages are in the seconds of segments."""
+
+    width: int = 1
+    seconds_of_byte: float = 0.0
+    _with_messages: dict[tuple[DeviceKind, int], SegmentTimes] = field(
+        default_factory=dict, repr=False
+    )
+
+    @staticmethod
+    def of(outline: Outline, groups: TensorGroups) -> GroupOutline:
+        """The outline of the same model on groups; what does not depend on devices is computed
+        once.
+        """
+        made = GroupOutline(
+            replace(outline.problem, cluster=groups.cluster),
+            outline._workloads,
+            width=groups.width,
+            seconds_of_byte=groups.seconds_of_byte,
+        )
+        for key, value in outline.__dict__.items():
+            if key not in made.__dict__:
+                made.__dict__[key] = value
+        return made
+
+    def times(self, kind: DeviceKind, num_samples: int) -> SegmentTimes:
+        """Seconds of every segment with its messages, line (1)."""
+        key = (kind, num_samples)
+        if key not in self._with_messages:
+            alone = super().times(kind, num_samples)
+            part = 2 * (self.width - 1) / self.width * self.seconds_of_byte
+            messages = num_samples * part * self.crossing_bytes[:-1]
+            self._with_messages[key] = replace(
+                alone, forward=alone.forward + messages, backward=alone.backward + messages
+            )
+        return self._with_messages[key]
