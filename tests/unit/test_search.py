@@ -195,7 +195,9 @@ def test_one_large_device_beside_a_pipeline_of_small_ones(monkeypatch: pytest.Mo
     pipelines = [
         each.step_s
         for each in done[0].drafted
-        if each.candidate.are_alike and len(each.candidate.ranks) == 5
+        if each.candidate.are_alike
+        and len(each.candidate.ranks) == 5
+        and not each.candidate.memory.zero  # states in parts need no pipeline
     ]
     assert unlike[0].step_s < min(pipelines)
 

@@ -88,7 +88,7 @@ def test_the_loss_follows_the_classifier() -> None:
     outline = Outline(problems[0])
     split = split_operations(outline, ["classifier.weight"])
     targets = [op_name(node) for node in outline.activations if node in split]
-    assert targets == ["linear", "cross_entropy_loss"]
+    assert targets[:2] == ["linear", "cross_entropy_loss"] and "tanh" not in targets
 
 
 def test_an_optimizer_that_looks_at_whole_stacks_keeps_them_whole() -> None:
