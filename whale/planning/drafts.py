@@ -24,6 +24,7 @@ from whale.planning.arrangement import Arrangement
 from whale.planning.balance import DeviceLoads, Order
 from whale.planning.chunks import ChunkCuts, chunk_counts
 from whale.planning.grids import GridProblem, with_grids
+from whale.planning.offload_account import OffloadAccount
 from whale.planning.pipeline_cuts import PipelineCuts
 from whale.planning.priced_cut import Priced, PricedCut
 from whale.planning.problem import Problem, check_loss_and_buffers
@@ -73,6 +74,8 @@ class Draft:
     """what ranks share that would hold the same parameters"""
     loads_without_zero: DeviceLoads
     """what it would be if they did not"""
+    account: OffloadAccount
+    """what is at home elsewhere"""
     lost_s: float
     """how much longer the slowest device takes because memory keeps samples from faster ones"""
     is_short_of_memory: bool
@@ -256,6 +259,7 @@ class OrderDrafts:
             loads_without_recompute=plain.device_loads,
             zero=priced_cut.zero,
             loads_without_zero=priced_cut.whole_loads(best),
+            account=priced_cut.account,
             lost_s=priced_cut.lost_seconds(best),
             is_short_of_memory=priced_cut.is_short(plain),
             regions=priced_cut.regions(best.stages),

@@ -17,6 +17,7 @@ from whale.planning.balance import DeviceLoads, refuse_unless_it_fits
 from whale.planning.cuts import SAME_TIME
 from whale.planning.describe import crossings, describe_stages, holders
 from whale.planning.offload import Offload
+from whale.planning.offload_account import UPDATE_PASSES, OffloadAccount
 from whale.planning.pricing import stage_seconds
 from whale.planning.problem import Problem
 from whale.planning.recompute import Counts, Regions
@@ -30,7 +31,7 @@ from whale.planning.schedules import (
     schedule_costs,
 )
 from whale.planning.split import Split, together_seconds
-from whale.planning.split_memory import grid_memory, repeated_part
+from whale.planning.split_memory import grid_memory, repeated_part, saved_on_grid
 from whale.planning.stages import Assignment
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.workload import Workload
@@ -79,7 +80,18 @@ class PricedCut:
     @cached_property
     def _stages_saved(self) -> Stages:
         """What each stage saves for backward, by what of it is recomputed."""
-        return Stages(self.workload, self.assignment, self.problem.config.recompute)
+        wanted = self.problem.config.recompute
+        return Stages(self.workload, self.assignment, wanted, is_away=self._is_away)
+
+    @property
+    def _is_away(self) -> bool:
+        """Activations are at home elsewhere."""
+        return self.offload.activations != "device"
+
+    @cached_property
+    def _stages_here(self) -> Stages:
+        """The same if activations stayed on the device."""
+        return replace(self._stages_saved, is_away=False)
 
     def regions(self, stages: Sequence[Stage]) -> tuple[Regions, ...]:
         """What is recomputed in backward, by stage."""
@@ -367,7 +379,7 @@ class PricedCut:
         """Memory of every place of their grid."""
         flying = [scheduling.peaks_in_flight(schedule)[stage] for stage in stages]
         regions = {stage: self._stages_saved.regions(stage, choice[stage]) for stage in stages}
-        return grid_memory(self.workload, self.split, stages, whole, flying, regions)
+        return grid_memory(self.workload, self.split, stages, whole, flying, regions, self._is_away)
 
     def _device_loads(
         self, choice: Choice, schedule: scheduling.Schedule, shares_blocks: bool = True
@@ -390,9 +402,9 @@ class PricedCut:
                 for stage in stages
                 for node in self._stages_saved.regions(stage, choice[stage])
             }
-            needed = self._stages_saved.memory(
-                stages, dict(enumerate(choice)), schedule.orders[device.index]
-            )
+            is_here = device.grid is not None or not shares_blocks
+            known = self._stages_here if is_here else self._stages_saved
+            needed = known.memory(stages, dict(enumerate(choice)), schedule.orders[device.index])
             if device.grid is not None:
                 load = Load(
                     sum(self._grid_seconds(stage, choice[stage]) for stage in stages)
@@ -430,12 +442,57 @@ class PricedCut:
             least,
             workload.batch_bytes / (problem.mini_batch_size or problem.batch_size),
         )
-        if not self.zero.level or not shares_blocks:
+        if not shares_blocks:
             return devices
-        return self.zero.apply(devices, problem.largest_micro_batch)
+        if self.zero.level:
+            devices = self._with_zero(devices)
+        if not self.offload.is_any:
+            return devices
+        return self.account.apply(devices, self._activations(choice, schedule, devices))
 
-    @property
+    def _with_zero(self, devices: DeviceLoads) -> DeviceLoads:
+        """The devices with parts of the blocks. What is at home elsewhere takes no memory of a
+        device, so there is no reason for uneven parts.
+        """
+        if self.offload.has_blocks:
+            return self.zero.even(devices)
+        return self.zero.apply(devices, self.problem.largest_micro_batch)
+
+    def _activations(
+        self, choice: Choice, schedule: scheduling.Schedule, devices: DeviceLoads
+    ) -> dict[int, float]:
+        """By rank: bytes of activations that are elsewhere at the same time."""
+        if not self._is_away:
+            return {}
+        saved = []
+        for stage, counts in enumerate(choice):
+            if stage in self.split.shardings:
+                sharding = self.split.shardings[stage]
+                regions = self._stages_saved.regions(stage, counts)
+                space = self.split.spaces[stage]
+                saved.append(saved_on_grid(self.workload, space, sharding, regions))
+            else:
+                saved.append(self._stages_saved.saved_of(stage, counts))
+        shares = devices.without_limits().samples_by_rank(self.problem.largest_micro_batch)
+        return self.account.activation_bytes(saved, scheduling.peaks_in_flight(schedule), shares)
+
+    @cached_property
+    def account(self) -> OffloadAccount:
+        """What is at home elsewhere, and what that costs."""
+        ratio = self.workload.optimizer_ratio
+        passes = UPDATE_PASSES + 2 * ratio
+        work = self.problem.update_work
+        if self.problem.updates_whole and work is not None:
+            passes = work.passes  # torch has no fused form of these on the CPU
+        return OffloadAccount(
+            self.offload, self.problem.cluster, self.zero, self.split, self.workload, passes
+        )
+
+    @cached_property
     def offload(self) -> Offload:
+        """Where the classes of tensors are at home."""
+        if self.problem.offload is not None:
+            return self.problem.offload
         return Offload.of(self.problem.config)
 
     @cached_property
@@ -447,7 +504,7 @@ class PricedCut:
             self.device_of_stage,
             self.placement.virtual_devices,
             self.problem.updates_whole,
-            alone=self.offload.has_blocks,
+            alone=self.offload.is_any,
         )
         level = max(level_of(self.problem.config.zero), self.offload.level)
         return ZeroChoice(sharing, level, self.workload.optimizer_ratio)

@@ -28,6 +28,7 @@ from whale.planning.recompute_choice import Choice, Stages
 from whale.planning.stages import Assignment, StageSlice, carries_gradient
 from whale.planning.workload import Workload
 from whale.planning.zero import with_zero_figures
+from whale.plans.away import AwayFigures, resident
 from whale.plans.figures import Figures, Seconds, StageFigures, StageTimes, StateFigures
 from whale.plans.layout import Layout
 from whale.plans.plan import Plan
@@ -283,7 +284,21 @@ def price(
     figures = figures_of(workload, assignment, held, cluster, ranks, choice, wanted, grids)
     if plan.figures is not None and plan.figures.zero:
         figures = with_zero_figures(figures, plan.figures.zero)
+    if plan.figures is not None and plan.figures.away:
+        figures = _with_away(plan, figures, plan.figures.away)
     return replace(plan, figures=figures)
+
+
+def _with_away(plan: Plan, figures: Figures, away: tuple[AwayFigures, ...]) -> Figures:
+    """The figures with what the plan has elsewhere; stages on grids have kept theirs."""
+    on_grid = {sharding.stage for sharding in plan.shardings}
+    stages = [
+        replace(known, memory=resident(known.memory))
+        if stage.activations != "device" and stage.index not in on_grid
+        else known
+        for stage, known in zip(plan.stages, figures.stages, strict=True)
+    ]
+    return replace(figures, stages=tuple(stages), away=away)
 
 
 def _grids_of(

@@ -26,8 +26,9 @@ from whale.names import listed
 from whale.planning.recompute import Counts, Recompute, Regions, regions_of_stage
 from whale.planning.stages import Assignment
 from whale.planning.workload import Workload
+from whale.plans.away import resident
 from whale.plans.plan import DeviceMemory
-from whale.scheduling.memory import ActionMemory
+from whale.scheduling.memory import ActionMemory, Bytes
 from whale.units import human_bytes
 
 TRIED_REGIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -48,6 +49,8 @@ class Stages:
     workload: Workload
     assignment: Assignment
     wanted: Recompute
+    is_away: bool = False
+    """activations are at home elsewhere: the device holds some pieces of them"""
 
     @property
     def nothing(self) -> Choice:
@@ -73,16 +76,20 @@ class Stages:
         """What the stage holds of a micro-batch under this choice."""
         return self._of(stage, counts)[1]
 
+    def saved_of(self, stage: int, counts: Counts) -> Bytes:
+        """What the stage saves of a micro-batch, wherever that is."""
+        operations = self.assignment.slices[stage].operations
+        regions = self.regions(stage, counts)
+        return self.workload.saved.total(operations, tuple(self._crossing[stage]), regions)
+
     def _of(self, stage: int, counts: Counts) -> tuple[Regions, ActionMemory]:
         if (stage, counts) not in self._known:
             operations = self.assignment.slices[stage].operations
             regions = regions_of_stage(
                 self.workload.captured, operations, self.assignment.gradients, counts, self.wanted
             )
-            self._known[stage, counts] = (
-                regions,
-                self.workload.stage_memory(operations, self._crossing[stage], regions),
-            )
+            memory = self.workload.stage_memory(operations, self._crossing[stage], regions)
+            self._known[stage, counts] = (regions, resident(memory) if self.is_away else memory)
         return self._known[stage, counts]
 
     def best_regions(self, stage: int, in_flight: int) -> int:

@@ -161,6 +161,10 @@ class ZeroChoice:
             fractions[group.ranks] = found
         return self._with(devices, fractions)
 
+    def even(self, devices: DeviceLoads) -> DeviceLoads:
+        """The devices with even parts of the blocks."""
+        return self._with(devices, {})
+
     def _with(self, devices: DeviceLoads, fractions: Fractions) -> DeviceLoads:
         memory = list(devices.memory)
         chosen: dict[tuple[int, ...], tuple[float, ...]] = {}

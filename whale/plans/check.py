@@ -512,5 +512,11 @@ def _figures(plan: Plan, figures: Figures) -> Iterator[str]:
             yield "its figures have parts of weights on ranks that do not hold them"
         if len(state.part_bytes) != len(state.parts):
             yield "its figures have parts of weights without their bytes"
+    for away in figures.away:
+        counts = {len(away.stages), len(away.forward), len(away.backward)}
+        if not _in_range(away.ranks, number) or len(counts) > 1:
+            yield "its figures of what is at home elsewhere do not fit together"
+        if min((each.num_pieces for each in (*away.forward, *away.backward)), default=1) < 1:
+            yield "its figures move something in 0 pieces"
     if not math.isfinite(figures.optimizer_ratio):
         yield "the optimizer's state has no size"

@@ -1,0 +1,116 @@
+"""What is at home outside of the devices, as figures: bytes in each memory, what moves in a step, and
+how long that takes. Simulation, emulation and report compute on it.
+
+What forward saves goes out in pieces, while the next ones are made, and comes back in pieces, one
+ahead of its use: of a micro-batch at most `RESIDENT` of it is on the device. Weights come block by
+block in the same way. An action that moves i seconds in and o seconds out, in n pieces, and computes
+for c seconds takes
+
+    max(c, i, o) + (i + o) / n                                                                   (1)
+
+since the first piece in and the last one out have nothing to hide under. Links go both ways at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from whale.plans.blocks import Memory
+from whale.scheduling.memory import NOTHING, ActionMemory
+
+PIECES = 8
+"""of what a micro-batch saves, that go out and come back one after the other"""
+RESIDENT = 2 / PIECES
+"""one in use, one on its way"""
+
+
+class Held(NamedTuple):
+    """Bytes of one class of memory that a rank has elsewhere."""
+
+    what: str
+    """as in `simulation.memory.CLASSES`"""
+    memory: Memory
+    num_bytes: float
+
+
+class Traffic(NamedTuple):
+    """Bytes that a rank moves in a step."""
+
+    what: str
+    memory: Memory
+    in_bytes: float
+    out_bytes: float
+
+
+class Transfers(NamedTuple):
+    """Seconds of the transfers of a stage in one action."""
+
+    fixed_in_s: float = 0.0
+    fixed_out_s: float = 0.0
+    sample_in_s: float = 0.0
+    """for each sample"""
+    sample_out_s: float = 0.0
+    num_pieces: int = 1
+
+    def longest_s(self, compute_s: float, num_samples: float, overlaps: bool) -> float:
+        """Line (1); where nothing overlaps (CPU ranks), all of it in turn."""
+        in_s = self.fixed_in_s + num_samples * self.sample_in_s
+        out_s = self.fixed_out_s + num_samples * self.sample_out_s
+        if not overlaps:
+            return compute_s + in_s + out_s
+        return max(compute_s, in_s, out_s) + (in_s + out_s) / self.num_pieces
+
+
+class UpdateTimes(NamedTuple):
+    """Seconds of an update block by block: gradients or states out, the work, weights or states in;
+    each under the others.
+    """
+
+    out_s: float = 0.0
+    work_s: float = 0.0
+    in_s: float = 0.0
+    num_blocks: int = 1
+
+    def seconds(self, overlaps: bool = True) -> float:
+        """All of it, with nothing else to hide under."""
+        parts = (self.out_s, self.work_s, self.in_s)
+        if not overlaps:
+            return sum(parts)
+        return max(parts) + (sum(parts) - max(parts)) / self.num_blocks
+
+    def exposed_s(self, backward_s: float, forward_s: float) -> float:
+        """What is left where gradients leave under the last backward and updates run under the next
+        forward, block by block.
+        """
+        out_s = max(self.out_s / self.num_blocks, self.out_s - backward_s)
+        rest = max(self.work_s, self.in_s) + min(self.work_s, self.in_s) / self.num_blocks
+        return out_s + max(rest / self.num_blocks, rest - forward_s)
+
+
+@dataclass(frozen=True)
+class AwayFigures:
+    """Ranks that are alike in what they have elsewhere; all numbers are those of one of them."""
+
+    ranks: tuple[int, ...]
+    held: tuple[Held, ...]
+    absent: dict[str, float]
+    """class of memory -> bytes that the device does not hold for it"""
+    pool_bytes: float
+    """buffers on the device for what comes and goes, beside those of ZeRO"""
+    stages: tuple[int, ...]
+    forward: tuple[Transfers, ...]
+    """by these stages"""
+    backward: tuple[Transfers, ...]
+    update: UpdateTimes
+    updated_on: str = "device"
+    traffic: tuple[Traffic, ...] = ()
+
+    def in_memory(self, memory: str) -> float:
+        """Bytes in the memory of the host, or on its disk."""
+        return sum(each.num_bytes for each in self.held if each.memory == memory)
+
+
+def resident(memory: ActionMemory) -> ActionMemory:
+    """What a stage holds on the device of a micro-batch whose activations are at home elsewhere."""
+    return replace(memory, saved=NOTHING, workspace=memory.workspace + RESIDENT * memory.saved)
