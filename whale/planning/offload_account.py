@@ -317,7 +317,10 @@ class OffloadAccount:
         if self.offload.optimizer == "device":
             return "device"
         times = {}
-        for where in ("host", "device"):
+        has_memory = all(
+            self.cluster.memories_of(host).memory is not None for host in self.cluster.hosts
+        )
+        for where in ("host", "device") if has_memory else ("device",):
             slowest = 0.0
             for group in self.groups:
                 parts = group.parts(1 / len(group.ranks))
@@ -412,12 +415,21 @@ class OffloadAccount:
                     made[key] = self._of_rank(rank, number, share, homes, saved, step)
                 one = made[key]
                 made[key] = replace(one, ranks=(*one.ranks, rank))
-                if one.absent[OPTIMIZER] and devices.memory[rank].optimizer_bytes == 0:
-                    update_s[rank] = 0.0  # all of it is in `one.update`
+                update_s[rank] *= self._rest(group, one, devices.memory[rank])
         stages = figures.stages
         if self.offload.activations != "device":
             stages = tuple(replace(stage, memory=resident(stage.memory)) for stage in stages)
         return replace(figures, stages=stages, update_s=tuple(update_s), away=tuple(made.values()))
+
+    def _rest(self, group: Group, one: AwayFigures, memory: DeviceMemory) -> float:
+        """The part of a rank's parameters that it updates as if nothing were elsewhere."""
+        if not any(one.absent.values()):
+            return 1.0
+        if not group.is_grid:
+            return 0.0
+        total = memory.gradient_bytes + one.absent[GRADIENTS]
+        trained = sum(part.trained for part in group.sizes)
+        return max(0.0, 1 - trained / total) if total else 0.0
 
     def _of_rank(
         self,
@@ -434,9 +446,9 @@ class OffloadAccount:
         rates = _Rates(self.cluster.memories_of(host), self.num_ranks[host])
         absent, pool = self._absent(homes, number, parts)
         classes = self._by_memory(homes, number, parts)
-        trained = sum(classes["optimizer"].values()) / (self.zero.ratio or 1.0)
+        trained = sum(part.trained for part in parts)
         update = UpdateTimes()
-        if absent[OPTIMIZER]:
+        if any(absent.values()):
             update = self._update(rank, classes, trained, len(parts), self.updated_on)
         forward, backward = self._transfers(homes, number, parts, saved, rates)
         return AwayFigures(
@@ -546,7 +558,7 @@ class OffloadAccount:
     ) -> Iterator[Traffic]:
         """Bytes of a step by class and memory."""
         times = step.num_micro_batch
-        is_updated = self.offload.optimizer != "device"
+        is_updated = self.offload.has_blocks
         on_device = is_updated and self.updated_on == "device"
         for memory, number in classes["weights"].items():
             if memory != "device" and number:

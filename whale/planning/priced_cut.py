@@ -37,7 +37,7 @@ from whale.planning.task_graphs import TaskGraphs
 from whale.planning.workload import Workload
 from whale.planning.zero import ZeroChoice, level_of
 from whale.planning.zero_blocks import Sharing
-from whale.plans.blocks import GRADIENTS_TOO
+from whale.plans.blocks import GRADIENTS_TOO, STATES
 from whale.plans.plan import Crossing, DeviceMemory, Stage
 from whale.plans.shares import Load
 from whale.plans.virtual_devices import DevicePlacement, VirtualDevice
@@ -451,12 +451,17 @@ class PricedCut:
         return self.account.apply(devices, self._activations(choice, schedule, devices))
 
     def _with_zero(self, devices: DeviceLoads) -> DeviceLoads:
-        """The devices with parts of the blocks. What is at home elsewhere takes no memory of a
-        device, so there is no reason for uneven parts.
+        """The devices with parts of the blocks: as much as each has memory for, of what stays on
+        devices.
         """
-        if self.offload.has_blocks:
-            return self.zero.even(devices)
-        return self.zero.apply(devices, self.problem.largest_micro_batch)
+        size = self.problem.largest_micro_batch
+        if not self.offload.has_blocks:
+            return self.zero.apply(devices, size)
+        if self.offload.level == STATES < self.zero.level:
+            without = tuple(replace(each, optimizer_bytes=0) for each in devices.memory)
+            light = replace(self.zero, ratio=0.0).apply(replace(devices, memory=without), size)
+            return self.zero.with_fractions(devices, light.fractions)
+        return self.zero.with_fractions(devices, {})
 
     def _activations(
         self, choice: Choice, schedule: scheduling.Schedule, devices: DeviceLoads

@@ -21,8 +21,8 @@ from whale.scheduling.memory import NOTHING, ActionMemory
 
 PIECES = 8
 """of what a micro-batch saves, that go out and come back one after the other"""
-RESIDENT = 2 / PIECES
-"""one in use, one on its way"""
+RESIDENT = 3 / PIECES
+"""one in use, one on its way in, one on its way out (`scheduling/residence.py` proves it)"""
 
 
 class Held(NamedTuple):
@@ -60,6 +60,11 @@ class Transfers(NamedTuple):
         if not overlaps:
             return compute_s + in_s + out_s
         return max(compute_s, in_s, out_s) + (in_s + out_s) / self.num_pieces
+
+    def moved_s(self, num_samples: float) -> float:
+        """Seconds of all transfers, one after the other."""
+        samples_s = num_samples * (self.sample_in_s + self.sample_out_s)
+        return self.fixed_in_s + self.fixed_out_s + samples_s
 
 
 class UpdateTimes(NamedTuple):

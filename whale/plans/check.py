@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from whale.plans.blocks import GRADIENTS_TOO, STATES, WEIGHTS_TOO
+from whale.plans.moves import residence_problem
 from whale.plans.shares import check_batch, micro_batch_sizes
 from whale.scheduling import check as prove_schedule
 
@@ -100,6 +101,9 @@ def _problems(plan: Plan) -> Iterator[str]:
         yield from _shardings(view.template)
     if not plan.is_uniform:
         yield from _templates(plan)
+    problem = residence_problem(plan)
+    if problem is not None:
+        yield problem
 
 
 def _templates(plan: Plan) -> Iterator[str]:

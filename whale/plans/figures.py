@@ -199,7 +199,7 @@ class Figures:
             self,
             states=tuple(state.on(rank) for state in self.states),
             zero=tuple(group.on(rank) for group in self.zero if rank in group.ranks),
-            away=tuple(each for each in self.away if rank in each.ranks),
+            away=tuple(replace(each, ranks=(rank,)) for each in self.away if rank in each.ranks),
         )
 
     def zero_of(self, ranks: Iterable[int]) -> ZeroFigures | None:

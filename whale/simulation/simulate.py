@@ -94,6 +94,8 @@ class _Rank:
         }
         self.done_s = 0.0
         """its last action is over"""
+        self.moved_s = 0.0
+        """of transfers from and to the memories of its host, one after the other"""
 
     def note_memory(self, now: float) -> None:
         self.memory += [MemoryPoint(now, *point) for point in self.account.points()]
@@ -178,6 +180,9 @@ class _Simulation:
     def _begin(self, state: _Rank, action: Action, now: float) -> None:
         samples = state.samples[action.micro_batch]
         state.waits_since = now  # until its own end
+        transfers = state.times.transfers(action, state.rank) if samples else None
+        if transfers is not None:
+            state.moved_s += self.factor * transfers.moved_s(samples)
         state.account.start(action, samples)
         state.note_memory(now)
         heapq.heappush(
@@ -292,6 +297,7 @@ class _Simulation:
                     peak_bytes=state.account.peak,
                     memory_bytes=self.figures.memory_bytes[state.rank],
                     away=state.account.away,
+                    moved_s=state.moved_s,
                 )
             )
         step_s = all_there + max(update_s)

@@ -66,6 +66,8 @@ class DeviceTimeline:
     """capacity of the device; 0: not known"""
     away: AwayFigures | None = None
     """what this rank has in the memories of its host; None: nothing"""
+    moved_s: float = 0.0
+    """seconds of its transfers from and to them in forwards and backwards, one after the other"""
 
     @cached_property
     def compute_s(self) -> float:

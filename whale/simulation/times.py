@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from whale.plans.away import AwayFigures
+from whale.plans.away import AwayFigures, Transfers
 from whale.plans.figures import Figures, Seconds
 from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
@@ -97,14 +97,20 @@ class Times:
         self, seconds: float, action: Action, rank: int, num_samples: float
     ) -> float:
         """Seconds of an action with what moves from and to the memories of the host."""
-        if not self.figures.away or action.kind is Kind.WEIGHT:
+        transfers = self.transfers(action, rank)
+        if transfers is None:
             return seconds
+        return transfers.longest_s(seconds, num_samples, self.figures.overlaps)
+
+    def transfers(self, action: Action, rank: int) -> Transfers | None:
+        """What an action moves from and to the memories of the host of this rank."""
+        if not self.figures.away or action.kind is Kind.WEIGHT:
+            return None
         away = self._away_of_rank.get(rank)
         if away is None or action.stage not in away.stages:
-            return seconds
+            return None
         own = away.forward if action.kind is Kind.FORWARD else away.backward
-        transfers = own[away.stages.index(action.stage)]
-        return transfers.longest_s(seconds, num_samples, self.figures.overlaps)
+        return own[away.stages.index(action.stage)]
 
     @cached_property
     def _away_of_rank(self) -> dict[int, AwayFigures]:
