@@ -144,8 +144,8 @@ def made_rates() -> tuple[float, float]:
 def main() -> None:
     start = time.perf_counter()
     claims = []
-    _, held = simulated(1024, 128, is_unlimited=True, num_micro_batch=4)
-    made, away = simulated(1024, 128, num_micro_batch=4, offload={"optimizer": "host"})
+    _, held = simulated(1024, 128, is_unlimited=True, num_micro_batch=16)
+    made, away = simulated(1024, 128, num_micro_batch=16, offload={"optimizer": "host"})
     claims.append(claim("optimizer on the host", held, away, made))
     _, held = simulated(16384, 8, is_unlimited=True)
     both = {"optimizer": "host", "activations": "host"}

@@ -158,7 +158,7 @@ def test_a_host_that_is_too_small_is_refused_with_its_numbers() -> None:
     small = HostMemory(100_000, 100 * GIGA, 12 * GIGA)
     devices = Cluster.uniform(1, "V100-16GB").with_memories(small)
     sample = {"x": torch.zeros(8, WIDTH)}
-    with pytest.raises(ValueError, match=r"memory of host0 is too small.*of 100 kB"):
+    with pytest.raises(ValueError, match=r"memory of host0 is too small.*of 100 KB"):
         config = {"offload": {"optimizer": "host"}}
         wh.plan(Net(), sample, cluster=devices, config=config)
 

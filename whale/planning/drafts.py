@@ -295,15 +295,6 @@ class OrderDrafts:
         that a replica gets.
         """
         problem = self.problem
-        count = problem.config.num_micro_batch
-        key = (cut.placement, cut.task_graphs.labels, tuple(device_of_stage), count)
-        if key not in problem.solved:
-            problem.solved[key] = self._solved(cut, assignment, device_of_stage)
-        found: Split = problem.solved[key]
-        return found
-
-    def _solved(self, cut: Cut, assignment: Assignment, device_of_stage: Sequence[int]) -> Split:
-        problem = self.problem
         return GridProblem(
             captured=problem.captured,
             kinds=problem.kinds,

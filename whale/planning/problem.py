@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from torch.fx import Node
 
@@ -65,9 +64,6 @@ class Problem:
 
     is_advised: bool = True
     """a refusal names changes that were tried and help (`suggestions.py`), which takes a while"""
-    solved: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """layouts on grids that were found for a cut: they do not depend on memory, so tries share them
-    """
     schedule_tries: int | None = None
     """size of the search for each order of actions; None: as large as the list scheduler's own
     budget allows
