@@ -9,7 +9,7 @@ shares with nobody has blocks of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from whale.config import Config
 from whale.plans.blocks import GRADIENTS_TOO, STATES, WEIGHTS_TOO, Memory
@@ -31,7 +31,7 @@ class Offload:
         """What the config asks for; `auto` asks for nothing."""
         if not isinstance(config.offload, dict):
             return Offload()
-        return Offload(**cast("dict[str, Memory]", config.offload))
+        return Offload(**cast("dict[str, Any]", config.offload))
 
     @property
     def level(self) -> int:

@@ -241,7 +241,7 @@ class OffloadAccount:
                 name = "memory" if memory == "host" else "disk"
                 sizes = []
                 for each in ("host", "disk"):
-                    own = homes.used.get((host, each), 0.0)  # type: ignore[call-overload]
+                    own = homes.used.get((host, each), 0.0)
                     has = self.cluster.memories_of(host).size(each)
                     sizes.append(f"{each} {human_bytes(own)} of {human_bytes(has)}")
                 return (
