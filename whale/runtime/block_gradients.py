@@ -185,7 +185,9 @@ class BlockGradients:
         rank = zero.ranks.rank
         start, stop = block.interval(rank)
         with torch.no_grad():
-            own = buffer[start:stop].clone()  # so that the whole buffer can go
+            # a copy, so that the whole buffer can go; where the part lives
+            device = zero.updated[block.parameters[0]].device
+            own = buffer[start:stop].to(device, copy=True)
             for name, (first, last) in block.intervals.items():
                 part = zero.updated[name]
                 if name not in self._trained or not part.numel():

@@ -23,6 +23,7 @@ from whale.distributed.watch import Watch
 from whale.lowering.blocks import backward_uses
 from whale.lowering.program import Program
 from whale.runtime.actions import Backward, Forward, Pass, Synchronise, Visit, WeightBackward
+from whale.runtime.activations import Activations, BackwardOrder
 from whale.runtime.boundaries import boundary_slots
 from whale.runtime.code import compile_chunk
 from whale.runtime.gradients import GradientSynchroniser
@@ -95,6 +96,9 @@ class Executor:
         self.window = window
         self.watch = watch
         self.with_torch_compile = with_torch_compile
+        self.activations: Activations | None = None
+        """takes out what stages save for backward; None: all of it stays"""
+        self._backward_order = BackwardOrder.of(program.actions)
         self.unconnected: Collection[tuple[int, int]] = ()
         """(source, destination) ranks of all messages of the job, until their channels are made"""
         self.pace = pace
@@ -211,6 +215,9 @@ class Executor:
         state = Pass(
             given, outcome, gradients, updates, transport, self._receives, self.window, held
         )
+        if self.activations is not None and gradients is not None:
+            self.activations.begin(self._backward_order, given.tensors)
+            state.activations = self.activations
         try:
             with torch.set_grad_enabled(gradients is not None):
                 state.post_receives()
