@@ -4,14 +4,16 @@ the table of `test_offload.py`.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import whale as wh
 from tests.exactness import Float64Mode
 from tests.integration.table import NUM_STEPS
 from tests.integration.training import Subject, batches
-from tests.integration.zero_cases import OPTIMIZERS, ZeroCase, ZeroTrace, engine_of
+from tests.integration.zero_cases import OPTIMIZERS, ZeroCase, ZeroTrace, engine_of, plan_of
 from whale.plans.blocks import Memory
 from whale.runtime import activations
 from whale.runtime.engine import Engine
@@ -23,6 +25,8 @@ class OffloadCase(ZeroCase):
 
     segment_bytes: int = activations.SEGMENT_BYTES
     """of activations that go out together"""
+    is_direct: bool = False
+    """every backward comes right after its forward, and one segment holds all: nothing goes out"""
 
 
 TWO = {"num_micro_batch": 2}
@@ -30,12 +34,12 @@ GPIPE = {**TWO, "schedule": "gpipe"}
 WAVE = {**TWO, "schedule": "wave", "num_task_graph": 2}
 ZERO_BUBBLE = {**TWO, "schedule": "zero-bubble", "num_task_graph": 2}
 WAYS = (
-    OffloadCase("one rank", 1, TWO),
-    OffloadCase("DP 2", 2),
+    OffloadCase("one rank", 1, TWO, is_direct=True),
+    OffloadCase("DP 2", 2, is_direct=True),
     OffloadCase("DP 2, small segments", 2, segment_bytes=4096),
     OffloadCase("DP 2, gpipe", 2, GPIPE),
-    OffloadCase("DP 2, uneven", 2, TWO, fractions=(0.8, 0.2)),
-    OffloadCase("DP 2, gloo", 2, {**TWO, "share_memory": False}),
+    OffloadCase("DP 2, uneven", 2, TWO, fractions=(0.8, 0.2), is_direct=True),
+    OffloadCase("DP 2, gloo", 2, {**GPIPE, "share_memory": False}),
     OffloadCase("2 stages", 2, {"num_micro_batch": 3}, (1, 1)),
     OffloadCase("2 stages x 2", 4, TWO, (1, 1)),
     OffloadCase("wave", 2, WAVE, segment_bytes=8192),
@@ -52,6 +56,8 @@ class Placement:
     states: Memory = "device"
     weights: Memory = "device"
     activations: Memory = "device"
+    mixed: int | None = None
+    """start of random numbers by which some blocks stay on the device; None: none do"""
 
     @property
     def config(self) -> dict[str, str]:
@@ -71,7 +77,23 @@ def offloading_engine(
     subject: Subject, case: OffloadCase, optimizer: Any, level: int, placement: Placement
 ) -> Engine:
     """The engine of one rank. Files go to the run folder of `case.config`."""
-    return engine_of(subject, case, optimizer, level, offload=placement.config)
+    if placement.mixed is None:
+        return engine_of(subject, case, optimizer, level, offload=placement.config)
+    plan = plan_of(subject, case, level, offload=placement.config)
+    draws = random.Random(placement.mixed)
+    blocks = []
+    for block in plan.blocks:
+        states = draws.choice(("device", block.states))
+        weights = draws.choice(("device", block.weights))
+        blocks.append(replace(block, states=states, weights=weights))
+    return wh.parallelize(
+        subject.model,
+        batches(subject.case, False, 1)[0],
+        optimizer=optimizer,
+        loss=subject.case.loss,
+        prepared=subject.prepared,
+        plan=replace(plan, blocks=tuple(blocks)),
+    )
 
 
 @dataclass

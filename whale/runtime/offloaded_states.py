@@ -2,6 +2,9 @@
 parameters, and the states of one are on the device from just before its update to just after it,
 those of the next on their way (docs/memory.md).
 
+Where the plan updates a block on the host, and its parameters are in host memory, too, the optimizer
+works on its states where they lie, by torch's fused kernels for CPUs.
+
 States come to be in the first update of a block: then it gets its layout, the tensors of its states
 one behind the other, and its place at home. From then on they lie in a slot of a pool during the
 update. Counters (one number) stay with the optimizer. Between steps `optimizer.state` has these
@@ -10,8 +13,9 @@ only; `expand` puts the others back, as they lie at home, for checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +38,8 @@ class StateBlock:
 
     parameters: tuple[torch.nn.Parameter, ...]
     home: HostHome
+    at_home: bool = False
+    """it is updated where it lies: its parameters are in the memory of the host, too"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class OffloadedStates:
         for block in blocks:
             parameters = tuple(each for each in block.parameters if id(each) in own)
             if parameters:
-                self._blocks.append(StateBlock(parameters, block.home))
+                self._blocks.append(replace(block, parameters=parameters))
         self._device = device
         self._layouts: dict[int, _Layout] = {}
         self._residence: Residence | None = None
@@ -107,7 +113,8 @@ class OffloadedStates:
             if any(each.grad is not None for each in block.parameters)
         ]
         residence = self._residence or self._made()
-        residence.begin([(number,) for number in due if number in self._layouts])
+        streamed = [number for number in due if not self._blocks[number].at_home]
+        residence.begin([(number,) for number in streamed if number in self._layouts])
         is_old = False
         for number in due:
             is_old |= self._step_block(number, residence)
@@ -121,11 +128,11 @@ class OffloadedStates:
         before = self._layouts.get(number)
         buffer: Tensor | None = None
         if before is not None:
-            residence.need(number)
-            buffer = residence.pool.buffer(number)
+            buffer = self._bring(number, residence)
             for state in before.states:
                 self._optimizer.state[state.parameter][state.key] = state.inside(buffer)
-        step_some(self._optimizer, {id(each) for each in block.parameters})
+        with fused(self._optimizer) if block.at_home else contextlib.nullcontext():
+            step_some(self._optimizer, {id(each) for each in block.parameters})
         after = self._layout(block)
         if before is not None and buffer is not None and _is_same(before, after):
             for state in before.states:
@@ -134,10 +141,20 @@ class OffloadedStates:
                 if now.data_ptr() != slot.data_ptr():  # an optimizer that makes new tensors
                     slot.copy_(now)
             self._detach(before)
-            residence.changed(number)
+            if not block.at_home:
+                residence.changed(number)
             return False
         self._take_home(number, after)
         return True
+
+    def _bring(self, number: int, residence: Residence) -> Tensor:
+        """The bytes of a block, where the optimizer may write to them."""
+        block = self._blocks[number]
+        if block.at_home:
+            block.home.check(number)
+            return block.home.where(number)
+        residence.need(number)
+        return residence.pool.buffer(number)
 
     def _layout(self, block: StateBlock) -> _Layout:
         """The states that the parameters of a block have now, one behind the other."""
@@ -172,8 +189,8 @@ class OffloadedStates:
     def _made(self) -> Residence:
         """The pool for the layouts of now, and what brings blocks into it."""
         sizes = [
-            self._layouts[number].num_bytes if number in self._layouts else 0
-            for number in range(len(self._blocks))
+            self._layouts[number].num_bytes if number in self._layouts and not block.at_home else 0
+            for number, block in enumerate(self._blocks)
         ]
         slot_of = slots_of(sizes, [0] * len(sizes))
         dtypes = [torch.uint8] * len(sizes)
@@ -218,6 +235,29 @@ def _is_same(before: _Layout, after: _Layout) -> bool:
     return [each.kind for each in before.states] == [each.kind for each in after.states]
 
 
+FUSED_ON_HOST = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+"""optimizers of which torch has a fused kernel for CPUs"""
+
+
+@contextlib.contextmanager
+def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, groups take the fused kernel whose form of update the user has left open."""
+    open_groups = []
+    if type(optimizer) in FUSED_ON_HOST:
+        for group in optimizer.param_groups:
+            is_open = group.get("fused") is None and group.get("foreach") is None
+            is_plain = all(each.is_floating_point() for each in group["params"])
+            if is_open and is_plain and not group.get("differentiable"):
+                open_groups.append(group)
+    for group in open_groups:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in open_groups:
+            group["fused"] = None
+
+
 def refuse(optimizer: torch.optim.Optimizer) -> None:
     """Raises where a step in pieces is not known to be the same."""
     name = type(optimizer).__name__
@@ -246,7 +286,10 @@ def offloaded_states(job: Job, optimizer: torch.optim.Optimizer) -> OffloadedSta
         if rank in block.ranks and block.states != "device":
             tensors = [updated[name] for name in block.parameters if name in updated]
             parameters = [each for each in tensors if isinstance(each, torch.nn.Parameter)]
-            found.append(StateBlock(tuple(parameters), maker.home(block.states)))
+            at_home = block.updated_on == "host" and all(
+                each.device.type == "cpu" for each in parameters
+            )
+            found.append(StateBlock(tuple(parameters), maker.home(block.states), at_home))
     if not found:
         return None
     if job.config.optimizer_state != "fp32":

@@ -85,7 +85,7 @@ class Shapes:
         )
         if own_blocks(job.plan, job.ranks.rank):
             intervals = Intervals(job.ranks, self.transport)
-            job.zero = Zero(job.plan, job.weights, job.ranks, intervals, job.homes("weights"))
+            job.zero = Zero(job.plan, job.weights, job.ranks, intervals, job.homes)
         self._activations = offloaded_activations(job)
         collectives = self.transport.collectives if self.transport is not None else None
         self._groups = StageGroups(

@@ -12,7 +12,7 @@ offload      of weights: the same, and the interval is memory of the host, or of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -36,14 +36,16 @@ class Zero:
         weights: Weights,
         ranks: Ranks,
         intervals: Intervals,
-        homes: HomeMaker,
+        homes: Callable[[str], HomeMaker],
     ) -> None:
         """`weights`: this rank's tensors, whole or at level 3 its rows; they are moved into flat
-        buffers and stay the same objects. `homes`: of weights that live elsewhere.
+        buffers and stay the same objects. `homes`: of a class that lives elsewhere.
         """
         self.level = plan.zero
         self.blocks = own_blocks(plan, ranks.rank)
-        self._homes = homes
+        self._homes = homes("weights")
+        self._gradient_homes = homes("gradients")
+        _refuse_gradients_of_the_device(self.blocks, ranks)
         self.ranks = ranks
         self.intervals = intervals
         self.computing: Weights = dict(weights)
@@ -96,6 +98,17 @@ class Zero:
                 if weights[name].requires_grad:
                     self.updated[name] = torch.nn.Parameter(weights[name].data[first:last])
             self._buffers.append(buffer)
+
+    def gradients_at_home(self, name: str, own: Tensor) -> Tensor:
+        """Gradients of this rank's interval of the block of a parameter, where the plan sums them."""
+        number = self.block_of[name]
+        memory = self.blocks[number].gradients
+        if memory == "device" or not own.numel():
+            return own
+        home = self._gradient_homes.home(memory)
+        place = home.place(number, own.nbytes)
+        home.check(number)
+        return tensor_in(place, 0, own, own.shape, (1,)).copy_(own)
 
     def _part(self, number: int, like: Tensor, num_elements: int) -> Tensor:
         """Memory for this rank's interval of a block, where the plan says."""
@@ -182,6 +195,16 @@ def own_blocks(plan: Plan, rank: int) -> tuple[Block, ...]:
                 "over which weights are cut"
             )
     return tuple(block for block in plan.blocks if rank in block.ranks and block.ends)
+
+
+def _refuse_gradients_of_the_device(blocks: tuple[Block, ...], ranks: Ranks) -> None:
+    """torch has gradients on the device of their parameter."""
+    for block in blocks:
+        if block.gradients != block.weights == "device" and ranks.device.is_accelerator:
+            raise ValueError(
+                f'"offload" of gradients to {block.gradients} takes weights that are at home '
+                'there, too. Try: "offload": {"weights": "host", "gradients": "host"}'
+            )
 
 
 def _like(tensor: Tensor, num_elements: int) -> Tensor:
