@@ -204,7 +204,9 @@ class OffloadedStates:
         """Gives the optimizer its states as they lie at home, to be read."""
         self._settle()
         for number, layout in self._layouts.items():
-            where = self._blocks[number].home.where(number)
+            home = self._blocks[number].home
+            home.check(number)
+            where = home.where(number)
             for state in layout.states:
                 self._optimizer.state[state.parameter][state.key] = state.inside(where)
 

@@ -115,7 +115,8 @@ class Updater:
         self.loss_scale: LossScale | DeviceLossScale | None = None
         if config.needs_all_gradients is not None:
             in_pieces = self.compressed is not None or self.offloaded is not None
-            can = not in_pieces and can_mask(self.optimizer, config, ranks.device)
+            on_device = all(each.device.type == ranks.device.type for _, each in trainable)
+            can = on_device and not in_pieces and can_mask(self.optimizer, config, ranks.device)
             if all(ranks.gather(can and not lowered.has_sparse_gradients)):  # all ranks alike
                 names = by_backward_order(list(job.plan.holders), lowered.first_use)
                 self.masked = MaskedUpdates(self.optimizer, config, ranks.device, names)

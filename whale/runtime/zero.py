@@ -45,7 +45,8 @@ class Zero:
         self.blocks = own_blocks(plan, ranks.rank)
         self._homes = homes("weights")
         self._gradient_homes = homes("gradients")
-        _refuse_gradients_of_the_device(self.blocks, ranks)
+        if ranks.device.is_accelerator:
+            _refuse_on_accelerators(plan, self.blocks)
         self.ranks = ranks
         self.intervals = intervals
         self.computing: Weights = dict(weights)
@@ -197,10 +198,23 @@ def own_blocks(plan: Plan, rank: int) -> tuple[Block, ...]:
     return tuple(block for block in plan.blocks if rank in block.ranks and block.ends)
 
 
-def _refuse_gradients_of_the_device(blocks: tuple[Block, ...], ranks: Ranks) -> None:
-    """torch has gradients on the device of their parameter."""
+def _refuse_on_accelerators(plan: Plan, blocks: tuple[Block, ...]) -> None:
+    """torch has gradients on the device of their parameter, and its backends for accelerators
+    all-reduce nothing that is on the host.
+    """
+    holders: dict[str, int] = {}
+    for block in plan.blocks:
+        for name in block.parameters:
+            holders[name] = holders.get(name, 0) + 1
     for block in blocks:
-        if block.gradients != block.weights == "device" and ranks.device.is_accelerator:
+        tied = next((name for name in block.parameters if holders[name] > 1), None)
+        if tied is not None and block.weights != "device":
+            raise ValueError(
+                f'"offload" of weights to {block.weights}: {tied} is tied between stages on '
+                "different devices, which sum its gradient. Try: a cut that has both uses in "
+                'one stage, or "offload" without weights'
+            )
+        if block.gradients != block.weights == "device":
             raise ValueError(
                 f'"offload" of gradients to {block.gradients} takes weights that are at home '
                 'there, too. Try: "offload": {"weights": "host", "gradients": "host"}'
