@@ -119,7 +119,10 @@ def recut(plan: Plan, subject: Subject, fractions: Sequence[float]) -> Plan:
     assert subject.prepared is not None
     groups = {block.ranks for block in plan.blocks}
     chosen = {ranks: fractions for ranks in groups if len(ranks) == len(fractions)}
-    return replace(plan, blocks=blocks_of(Sharing.of_plan(plan, subject.prepared.captured), chosen))
+    blocks = blocks_of(Sharing.of_plan(plan, subject.prepared.captured), chosen)
+    first = plan.blocks[0]
+    homes = {"weights": first.weights, "states": first.states, "gradients": first.gradients}
+    return replace(plan, blocks=tuple(replace(block, **homes) for block in blocks))
 
 
 @dataclass
