@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 import whale as wh
 from whale.distributed.ranks import Ranks
+from whale.dtypes import rounding
 
-EXACT = 1e-10
+EXACT = rounding(torch.float64).same_work
 """of the largest value of the whole model"""
 NUM_STEPS = 3
 NUM_LAYERS = 8

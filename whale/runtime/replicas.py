@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale.distributed.ranks import Ranks
-from whale.dtypes import as_bytes
+from whale.dtypes import as_bytes, rounding
 from whale.names import listed
 from whale.plans.shards import Piece, Shard, Shards
 
@@ -44,17 +44,6 @@ ABSENT = torch.iinfo(torch.int64).min
 """hash of who does not hold: below all others"""
 SHOWN = 4
 """parameters that a message names"""
-ROUNDING = {
-    torch.float64: 1e-10,
-    torch.complex128: 1e-10,
-    torch.float32: 1e-5,
-    torch.complex64: 1e-5,
-    torch.float16: 4e-3,
-    torch.bfloat16: 3e-2,
-}
-"""largest difference that counts as rounding, as a part of the largest weight: the exactness that
-Whale promises, and four units of the 16-bit types. Other types must be equal
-"""
 
 
 class ReplicaError(RuntimeError):
@@ -187,7 +176,7 @@ class ReplicaCheck:
             if torch.equal(as_bytes(own), as_bytes(theirs)):
                 continue
             largest = _largest(own.to(torch.promote_types(own.dtype, torch.float64)) - theirs)
-            allowed = ROUNDING.get(own.dtype, 0.0) * _largest(theirs)
+            allowed = rounding(own.dtype).same_work * _largest(theirs)
             found.append(Difference(name, self._ranks.rank, first, largest, allowed))
             taken.append((own, theirs))
         if all(difference.is_rounding for difference in found):
