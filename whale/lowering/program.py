@@ -20,7 +20,7 @@ from whale.capture.lengths import Numbers
 from whale.capture.prepare import CapturedModel
 from whale.devices import LocalDevice
 from whale.lowering.blocks import BlockWeights
-from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
+from whale.lowering.chunk import Chunk, CrossingValue, Surroundings, build_chunk, crossing_values
 from whale.lowering.communication import RealCommunication
 from whale.lowering.inputs import BatchInputs
 from whale.lowering.messages import Bridges, build_bridges, transfers_of
@@ -74,7 +74,7 @@ class TemplateGraph:
     plan: Plan
     """of these replicas"""
     assignment: Assignment
-    values: dict[Node, Value]
+    values: dict[Node, CrossingValue]
 
     def at(self, numbers: Numbers) -> TemplateGraph:
         """The same for batches of these lengths."""
@@ -133,7 +133,7 @@ class Lowered:
     """in these replicas"""
     prepared: CapturedModel
     chunks: dict[int, Chunk]
-    values: dict[Node, Value]
+    values: dict[Node, CrossingValue]
     ranks: Ranks
     graphs: tuple[TemplateGraph, ...]
     """the graph in the replicas of every template"""

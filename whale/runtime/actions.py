@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from whale.compat import run_backward
 from whale.distributed.transport import Arrival, Transport
-from whale.lowering.chunk import Value
+from whale.lowering.chunk import CrossingValue
 from whale.lowering.program import Program
 from whale.runtime.activations import Activations
 from whale.runtime.boundaries import Boundary, Role
@@ -337,7 +337,7 @@ def _is_idle(program: Program, action: Action) -> bool:
     return start == stop
 
 
-def _empty(program: Program, action: Action, value: Value) -> Tensor | None:
+def _empty(program: Program, action: Action, value: CrossingValue) -> Tensor | None:
     start, stop = program.edges[action.micro_batch]
     if start < stop or value.batch_dim is None:
         return None

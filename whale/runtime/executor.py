@@ -262,7 +262,7 @@ def _uses(program: Program) -> list[tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingAction:
     """An action that a device was given and has not finished."""
 
     where: str
@@ -294,7 +294,7 @@ class DevicePosition:
         watch.position = self
 
     @property
-    def pending(self) -> Pending | None:
+    def pending(self) -> PendingAction | None:
         """What the device is at; None where all that it was given is over."""
         found = self._pending()
         if found is None:
@@ -304,7 +304,7 @@ class DevicePosition:
             return found
         return replace(found, where=f"{found.where} (launched so far: {launched})")
 
-    def _pending(self) -> Pending | None:
+    def _pending(self) -> PendingAction | None:
         if self._before is not None:
             found = self._before._pending()
             if found is not None:
@@ -321,7 +321,7 @@ class DevicePosition:
         if self._num_over >= min(len(own), len(launched) - 1):
             return None
         where = _in_step(self._during, launched[self._num_over + 1]) + more
-        return Pending(where, not own[self._num_over][0].is_compute)
+        return PendingAction(where, not own[self._num_over][0].is_compute)
 
     @property
     def position(self) -> str:

@@ -51,7 +51,7 @@ class ReplicaError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedWeights:
     """Weights of this rank that the same ranks hold."""
 
     ranks: tuple[int, ...]
@@ -100,7 +100,7 @@ class ReplicaCheck:
                         )
         self._holders = sorted(holders)
         """sets of ranks that share weights in this plan, the same list on every rank"""
-        self._shared = [Shared(group, views[group]) for group in sorted(views)]
+        self._shared = [SharedWeights(group, views[group]) for group in sorted(views)]
 
     def check(self) -> None:
         """Before the first step: compares now."""
@@ -162,7 +162,7 @@ class ReplicaCheck:
         numbers = torch.randint(1 << 62, (TILE,), generator=generator) * 2 + 1
         return numbers.to(self._ranks.device.name)
 
-    def _compare(self, shared: Shared, group: dist.ProcessGroup | None) -> list[Difference]:
+    def _compare(self, shared: SharedWeights, group: dist.ProcessGroup | None) -> list[Difference]:
         """Parameters of this rank that differ from the first holder's, whose values they get if
         all of them differ by rounding.
         """
@@ -218,7 +218,7 @@ def _views(name: str, weight: Tensor, piece: Piece, shard: Shard) -> dict[str, T
     }
 
 
-def _hash(shared: Shared, numbers: Tensor) -> Tensor:
+def _hash(shared: SharedWeights, numbers: Tensor) -> Tensor:
     """One number of all bits of these weights, on the device."""
     total = numbers.new_zeros(())
     for tensor in shared.tensors.values():

@@ -44,7 +44,7 @@ from whale.scheduling.action import ENDS_BACKWARD
 
 
 @dataclass(frozen=True)
-class Message:
+class TimedMessage:
     """One message, from the moment at which it is sent until it has arrived."""
 
     name: str
@@ -64,7 +64,7 @@ class Links:
         self.network = network
         self._factor = factor
         self._free: dict[tuple[int, int] | str, float] = {}
-        self.messages: list[Message] = []
+        self.messages: list[TimedMessage] = []
 
     def send(self, name: str, source: int, destination: int, num_bytes: float, now: float) -> float:
         """Returns when a message that is sent now arrives, and takes its link until it has left."""
@@ -79,7 +79,7 @@ class Links:
                 free = max(free, self._book((source, source), seconds, now))
         arrival = free + self._factor * link.latency_s
         self.messages.append(
-            Message(name, source, destination, num_bytes, now, free - seconds, arrival)
+            TimedMessage(name, source, destination, num_bytes, now, free - seconds, arrival)
         )
         return arrival
 

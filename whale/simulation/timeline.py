@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from whale.simulation.communication import Message
+from whale.simulation.communication import TimedMessage
 
 ALL_REDUCE = "all-reduce"
 UPDATE = "update"
@@ -98,7 +98,7 @@ class Timeline:
 
     devices: tuple[DeviceTimeline, ...]
     """by rank"""
-    messages: tuple[Message, ...]
+    messages: tuple[TimedMessage, ...]
     gradients_s: float
     """when all gradients are reduced everywhere"""
     step_s: float
