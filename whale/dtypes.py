@@ -1,5 +1,5 @@
-"""What the type of a tensor says: whether torch differentiates it, how far rounding takes two results
-apart, and how its values lie in memory.
+"""What the type of a tensor says: whether torch differentiates it, how far rounding takes two
+results apart, and how its values lie in memory.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ MOVED_BY_NAME = frozenset(
         torch.bool,
     }
 )
-"""what every backend moves under its own name; those of GPUs have neither int16 nor complex numbers"""
+"""what every backend moves under its own name; those of GPUs have neither int16 nor complex numbers
+"""
 
 
 def as_moved(tensor: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Which operations of a captured model a measured layer is: by the names of its modules, and by what
-they run where the file says that.
+"""Which operations of a captured model a measured layer is: by the names of its modules, and by
+what they run where the file says that.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class LocalDevice:
         return gpu is not None and gpu.capability >= FIRST_WITH_TF32
 
     def forbid_tf32(self) -> None:
-        """From here on float32 products and convolutions of this process run in float32."""
+        """Makes float32 products and convolutions of this process run in float32 from here on."""
         torch.set_float32_matmul_precision("highest")
 
     @contextlib.contextmanager

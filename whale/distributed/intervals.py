@@ -1,5 +1,5 @@
-"""All-gather and reduce-scatter of tensors of which every rank of a group holds one interval, of any
-length, none included.
+"""All-gather and reduce-scatter of tensors of which every rank of a group holds one interval, of
+any length, none included.
 
 CPU ranks of one host do it through memory (`same_host_collectives.py`). Elsewhere by the group:
 where all intervals are equal one collective, else a broadcast and a reduce for each.

@@ -168,8 +168,8 @@ class EmulatedPlatform(Platform):
         return found
 
     def _place_weights(self, own_stages: Sequence[int], bucket_bytes: int) -> Memory:
-        """The memory of this rank with the weights in it; all ranks refuse together where they do not
-        fit.
+        """The memory of this rank with the weights in it; all ranks refuse together where they do
+        not fit.
         """
         times = self.times.of_rank(self.ranks.rank)
         figures = times.figures.on(self.ranks.rank)

@@ -47,8 +47,8 @@ class Arriving(Protocol):
 Exchange = Callable[
     [Sequence[Tensor], Sequence[Tensor], "dist.ProcessGroup | None"], "Arriving | None"
 ]
-"""sends a flat part to each member of a group and takes one of each, through memory, without waiting;
-None where memory does not reach all of them
+"""sends a flat part to each member of a group and takes one of each, through memory, without
+waiting; None where memory does not reach all of them
 """
 
 

@@ -224,8 +224,8 @@ class Lowered:
     def _gives_rows(self) -> bool | None:
         """Whether this rank is one of those that give every sample once, where all ranks put the
         rows of a mini-batch together: those of the first stage of each replica that reads the
-        batch, and on a grid, which has all rows on every place, the first of it. None where replicas
-        are alike, and put rows together stage by stage.
+        batch, and on a grid, which has all rows on every place, the first of it. None where
+        replicas are alike, and put rows together stage by stage.
         """
         if len(self.graphs) == 1:
             return None

@@ -76,7 +76,7 @@ class Pass:
     """by stage: micro-batches between their forward and their backward"""
 
     def post_receives(self, num_received: int = 0) -> None:
-        """As far ahead as the window says (`scheduling/queues.py`)."""
+        """Posts receives as far ahead as the window says (`scheduling/queues.py`)."""
         stop = last_posted(self.num_posted, num_received, self.window, len(self.receives))
         while self.num_posted < stop:
             self.receives[self.num_posted].post(self)

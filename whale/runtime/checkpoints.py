@@ -259,7 +259,7 @@ class Checkpoints:
         }
 
     def _updated(self) -> Mapping[str, Tensor]:
-        """By name, what the optimizer of this rank updates."""
+        """What the optimizer of this rank updates, by name."""
         whole = self._updater.whole
         if whole is None:
             return self._job.updated

@@ -1,5 +1,5 @@
-"""Optimizer states held in fewer bits between steps: `"optimizer_state": "bf16"` or `"int8"`. Results
-are not those of local training, and the plan says so.
+"""Optimizer states held in fewer bits between steps: `"optimizer_state": "bf16"` or `"int8"`.
+Results are not those of local training, and the plan says so.
 
     bf16    rounded to the nearest
     int8    blocks of 256 numbers with a scale each: x = scale * q, |q| <= 127. States that are never

@@ -1,7 +1,7 @@
 """The end of a step: is everything finite, clip, optimizer, LR scheduler. The same decision on
 every rank, from the same totals.
 
-On a CPU, and with optimizers that cannot be told otherwise, the host waits for the totals and
+On a CPU, and with optimizers that cannot skip a step on the device, the host waits for the totals and
 decides. On accelerators the device decides (`runtime/masked_update.py`), and the host looks at the
 totals one step late, or when the user does.
 """
@@ -299,7 +299,7 @@ class Updater:
         return self._is_wrong(loss, squared_norm)
 
     def _is_wrong(self, loss: float, norm: float) -> bool:
-        """Whether there is a number that nothing mends, and the user does not want to go on."""
+        """Whether there is a number that nothing mends, and the user does not want to continue."""
         if self._config.on_nonfinite == "continue":
             return False
         if self.loss_scale is not None:

@@ -61,8 +61,8 @@ are tried so: at most one in so many
 """
 NEAR = 1e-9
 ROUNDING = 1e-6
-"""a pass takes what arrives a little later as if it were there, which adds up: far less than this
-part of its time
+"""a pass takes what arrives a little later as if it were there, and errors
+accumulate: far less than this part of its time
 """
 AGAIN = (Policy(filler=False), Policy(filler=False, wait=0.5), Policy(delay=0.5))
 """policies of passes that start from known orders: their keys are good enough to place weight
