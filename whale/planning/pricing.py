@@ -171,7 +171,7 @@ def _update_seconds_of_ranks(
         own = tuple(stage for stage, members in enumerate(ranks) if rank in members)
         if (own, device.kind) not in known:
             held = [state for state in states if set(state.stages) & set(own)]
-            shared = 0.0
+            shared = 0
             for state in held:
                 if any(len(group) > 1 for group in state.groups(ranks.__getitem__)):
                     shared += state.trained_bytes
