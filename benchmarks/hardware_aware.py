@@ -30,7 +30,7 @@ from whale.config import Config
 from whale.distributed.ranks import Ranks
 from whale.emulation.emulation import EmulatedPlatform
 from whale.emulation.pace import stretch_factor
-from whale.emulation.settings import Settings
+from whale.emulation.settings import EmulationSettings
 from whale.plans.plan import Plan
 from whale.runtime.engine import Engine
 from whale.runtime.shapes import Job
@@ -119,7 +119,9 @@ def measure(cases: list[Case], cluster_file: str, folder: str) -> list[tuple[Tim
         factor = case.stretch
         for name, plan in case.plans.items():
             config = Config(num_micro_batch=plan.num_micro_batch)
-            settings = Settings(cluster_file, f"{folder}/{name}", stub=True, stretch=factor)
+            settings = EmulationSettings(
+                cluster_file, f"{folder}/{name}", stub=True, stretch=factor
+            )
             emulation = EmulatedPlatform(ranks, settings)
             cluster = loads(Path(cluster_file).read_text())
             stub = emulation.start(plan, None, cluster, config)

@@ -30,7 +30,7 @@ from whale.config import Config
 from whale.distributed.ranks import Ranks
 from whale.emulation.emulation import EmulatedPlatform
 from whale.emulation.pace import stretch_factor
-from whale.emulation.settings import Settings
+from whale.emulation.settings import EmulationSettings
 from whale.runtime.engine import Engine
 from whale.runtime.shapes import Job
 from whale.simulation.simulate import figures_in
@@ -111,7 +111,7 @@ def measure(plans: dict[str, wh.Plan], folder: str, factor: float) -> Times:
     sides = []
     for name, plan in plans.items():
         config = Config(num_micro_batch=plan.num_micro_batch)
-        settings = Settings("", f"{folder}/{name}", stub=True, stretch=factor)
+        settings = EmulationSettings("", f"{folder}/{name}", stub=True, stretch=factor)
         emulation = EmulatedPlatform(ranks, settings)
         stub = emulation.start(plan, None, cluster(EMULATED), config)
         assert stub is not None

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import whale as wh
-from whale.lowering.exchange import Pending
+from whale.lowering.exchange import PendingExchange
 
 MARK = "measured step"
 PAUSE_S = 0.002
@@ -52,15 +52,15 @@ def peak_bytes(watched: profile) -> float:
 
 def pause_in_exchanges() -> None:
     """From now on in this process; see the head of this file."""
-    end = Pending.wait
+    end = PendingExchange.wait
 
-    def wait(self: Pending) -> Tensor:
+    def wait(self: PendingExchange) -> Tensor:
         if self.work:
             _ = [work.wait() for work in self.work]
             time.sleep(PAUSE_S)
         return end(self)
 
-    Pending.wait = wait  # type: ignore[method-assign]
+    PendingExchange.wait = wait  # type: ignore[method-assign]
 
 
 def measure_grid(

@@ -31,7 +31,7 @@ import whale as wh
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks
 from whale.cluster.cluster import Cluster, Link
 from whale.emulation.emulation import EmulatedPlatform
-from whale.emulation.settings import Settings
+from whale.emulation.settings import EmulationSettings
 from whale.lowering.exchange import Groups, sent
 from whale.lowering.sharded_linear import LinearPlan, sharded_linear
 from whale.lowering.subgroups import subgroups_of_grid
@@ -333,7 +333,7 @@ def emulate(cluster: str, folder: str) -> tuple[Times, dict[str, float], dict[st
     predicted = {}
     grids = {}
     for name, sizes in EMULATED.items():
-        Settings(cluster, folder, stub=True, stretch=STRETCH).pass_on()
+        EmulationSettings(cluster, folder, stub=True, stretch=STRETCH).pass_on()
         wh.init({"check_capture": False})
         engine = wh.parallelize(
             *large_model(NUM_RANKS, sizes),

@@ -23,7 +23,7 @@ sys.path.insert(
 import whale as wh
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
 from whale.emulation.emulation import EmulatedPlatform
-from whale.emulation.settings import Settings
+from whale.emulation.settings import EmulationSettings
 
 CLUSTER = """
 hosts: [{name: big, kind: V100-16GB, count: 4}, {name: small, kind: P100, count: 4}]
@@ -85,7 +85,7 @@ def blocks_of(plan: wh.Plan) -> list[int]:
 
 def side(name: str, cluster: str, folder: str) -> tuple[Side, float, list[int]]:
     """(the side, its predicted time, the cut)"""
-    Settings(cluster, folder, stub=True, stretch=STRETCH).pass_on()
+    EmulationSettings(cluster, folder, stub=True, stretch=STRETCH).pass_on()
     wh.init(
         {
             **SCHEDULES[name],

@@ -26,7 +26,7 @@ from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_r
 from benchmarks.tensor_grids import Model
 from whale.cluster.kinds import device_kind
 from whale.emulation.emulation import EmulatedPlatform
-from whale.emulation.settings import Settings
+from whale.emulation.settings import EmulationSettings
 from whale.plans.grid import Grid
 
 FAST = "V100-16GB"
@@ -211,7 +211,7 @@ def plan_and_add(
     sides: list[Side], name: str, file: str, folder: str, sizes: tuple[int, int, int] | None
 ) -> wh.Plan:
     """Adds a side; gives its plan."""
-    Settings(file, folder, stub=True, stretch=STRETCH).pass_on()
+    EmulationSettings(file, folder, stub=True, stretch=STRETCH).pass_on()
     wh.init({"check_capture": False})
     with torch.device("meta"):
         model = Model(WIDTH, NUM_HEADS, NUM_BLOCKS)

@@ -172,8 +172,8 @@ def run_backward(
 
 
 causal_mask_detection = torch.nn.modules.transformer._detect_is_causal_mask
-"""reads the values of a mask; an argument of `nn.TransformerEncoder` to leave that out would replace
-it (`is_causal` exists in its forward only)
+"""reads the values of a mask; an argument of `nn.TransformerEncoder` to leave that out would
+replace it (`is_causal` exists in its forward only)
 """
 
 

@@ -1,8 +1,10 @@
-"""What the type of a tensor says: whether torch differentiates it, and how its values lie in
-memory.
+"""What the type of a tensor says: whether torch differentiates it, how far rounding takes two
+results apart, and how its values lie in memory.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +14,34 @@ def is_differentiable(value: Tensor | torch.dtype) -> bool:
     """Whether torch differentiates values of this type: floating-point and complex numbers."""
     dtype = value if isinstance(value, torch.dtype) else value.dtype
     return dtype.is_floating_point or dtype.is_complex
+
+
+class Rounding(NamedTuple):
+    """Largest differences that rounding explains, as parts of the largest value that is compared."""
+
+    same_work: float
+    """of results of the same operations, as on two ranks: the exactness that Whale promises, and
+    four units of the 16-bit types"""
+    other_order: float
+    """of results of another program for the same, as of a captured graph and its model"""
+
+
+ROUNDING = {
+    torch.float64: Rounding(1e-10, 1e-8),
+    torch.complex128: Rounding(1e-10, 1e-8),
+    torch.float32: Rounding(1e-5, 1e-3),
+    torch.complex64: Rounding(1e-5, 1e-3),
+    torch.float16: Rounding(4e-3, 5e-2),
+    torch.complex32: Rounding(4e-3, 5e-2),
+    torch.bfloat16: Rounding(3e-2, 1e-1),
+}
+"""types whose results are rounded; those of others must be equal"""
+EXACT = Rounding(0.0, 0.0)
+
+
+def rounding(dtype: torch.dtype) -> Rounding:
+    """What rounding explains in values of this type."""
+    return ROUNDING.get(dtype, EXACT)
 
 
 def in_memory(tensor: Tensor) -> Tensor:
@@ -46,7 +76,8 @@ MOVED_BY_NAME = frozenset(
         torch.bool,
     }
 )
-"""what every backend moves under its own name; those of GPUs have neither int16 nor complex numbers"""
+"""what every backend moves under its own name; those of GPUs have neither int16 nor complex numbers
+"""
 
 
 def as_moved(tensor: Tensor) -> Tensor:

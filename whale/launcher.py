@@ -7,8 +7,8 @@ rank failed first and why.
     run_script       a script as the main program of this process; also used by `whale plan`
 
 Ranks write their error with a time in nanoseconds: torch's own record has seconds, too coarse to
-distinguish the rank that failed from those that noticed. A rank ends itself when its launcher is gone,
-however that ended.
+distinguish the rank that failed from those that noticed. A rank ends itself when its launcher is
+gone, however that ended.
 """
 
 from __future__ import annotations

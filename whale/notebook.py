@@ -1,6 +1,6 @@
-"""Plans and timelines in a notebook: as the last line of a cell they show themselves as the page and
-the pictures that `whale plan --html` writes. `wh.Plan`, `wh.Timeline` and `wh.simulate` come from
-here, so that whoever uses them has it.
+"""Plans and timelines in a notebook: as the last line of a cell they show themselves as the page
+and the pictures that `whale plan --html` writes. `wh.Plan`, `wh.Timeline` and `wh.simulate` come
+from here, so that whoever uses them has it.
 """
 
 from __future__ import annotations

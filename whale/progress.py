@@ -52,7 +52,7 @@ def watch_output() -> None:
     sys.stdout, sys.stderr = _watched  # type: ignore[assignment]
 
 
-class Progress:
+class ProgressLine:
     """Writes the line for one engine."""
 
     def __init__(
@@ -101,9 +101,9 @@ class Progress:
         self._stream.flush()
 
 
-def open_progress(rank: int, num_steps: int | None) -> Progress | None:
+def open_progress(rank: int, num_steps: int | None) -> ProgressLine | None:
     """The line of this process; None where it is not asked for, or another rank writes it."""
     if rank != 0 or os.environ.get(PROGRESS_VARIABLE) != "1":
         return None
     stream = _watched[0]._stream if _watched else sys.stdout
-    return Progress(num_steps, stream)
+    return ProgressLine(num_steps, stream)

@@ -1,5 +1,5 @@
-"""Settings of this process: what `wh.init` read, the ranks of the job, and where a script stops that
-`whale plan`, `whale advise` or `whale profile` runs.
+"""Settings of this process: what `wh.init` read, the ranks of the job, and where a script stops
+that `whale plan`, `whale advise` or `whale profile` runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Session:
     planned_cluster: Cluster | None = None
     """set by `whale plan --cluster`"""
     captures_only: bool = False
-    """set by `whale profile --model`: `parallelize` captures and goes no further"""
+    """set by `whale profile --model`: `parallelize` captures and stops"""
     on_problem: Callable[[Problem], None] | None = None
     """set by `whale plan` and `whale advise`: sees what is to be planned, before it is"""
 

@@ -279,7 +279,7 @@ def test_generations_with_and_without_tf32_compute_alike(server: ModelServer) ->
 
 def test_the_plan_says_which_precision(server: ModelServer) -> None:
     for _, notes in server.run(_with_precision, 2, ("high", "high"), (True, True), backend=BACKEND):
-        assert notes == ['float32 products have precision "high" on all devices, as torch was told']
+        assert notes == ['float32 products have precision "high" on all devices, as torch is set']
 
 
 # ---- who draws alike

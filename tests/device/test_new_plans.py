@@ -1,4 +1,4 @@
-"""Plans beyond the exactness table, on the test device: ZeRO at every level, batches of many
+"""Plans beyond the exactness table, on the test device: ZeRO at every level, offload, batches of many
 lengths. (Model replicas that are not alike are rows of `test_exactness.py`.)
 
 The jobs are those of tests/integration, which compare with local training on the CPU.
@@ -7,6 +7,7 @@ The jobs are those of tests/integration, which compare with local training on th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +19,16 @@ from tests.device.collectives import BACKEND
 from tests.device.local_device import use_test_device
 from tests.device.training import prepare_on_device
 from tests.exactness import Trace, compare, local_training
-from tests.integration import test_lengths, zero_cases
+from tests.integration import offload_cases, test_lengths, zero_cases
+from tests.integration.offload_cases import OffloadCase, Placement
 from tests.integration.training import Subject
 from tests.integration.zero_cases import WAYS, ZeroCase, trace_of
 from tests.ranks import ModelServer, preload
 
 preload("tests.integration.zero_cases", "tests.integration.test_lengths", "tests.device.training")
+preload("tests.integration.offload_cases")
 MODEL = "tied"
+SLOW = pytest.mark.slow
 
 
 def _on_cpu(found: Any) -> Any:
@@ -70,6 +74,37 @@ def test_zero(tied: ModelServer, case: ZeroCase, level: int) -> None:
     reference = tied.run_local(zero_cases.train_locally, "adamw", case.num_micro_batch)
     ranks = tied.run(train_zero, case.num_ranks, case, level, backend=BACKEND)
     assert ranks[0].level == level
+    compare(reference, trace_of(ranks[0], reference))
+
+
+# ---- offload
+
+OFFLOADED = [
+    pytest.param("DP 2", Placement(states="host"), id="states, host"),
+    pytest.param("DP 2, gpipe", Placement(activations="host"), id="activations, host"),
+    pytest.param("DP 2, uneven", Placement(states="disk"), id="states, disk", marks=SLOW),
+    pytest.param("2 stages", Placement(activations="disk"), id="activations, disk", marks=SLOW),
+    pytest.param("DP 2", Placement(weights="host"), id="weights, host", marks=SLOW),
+    pytest.param("DP 2", Placement("disk", "disk"), id="states, weights, disk", marks=SLOW),
+]
+
+
+def train_offloaded(
+    subject: Subject, case: OffloadCase, placement: Placement, folder: Path
+) -> offload_cases.OffloadTrace:
+    """One rank."""
+    trace = offload_cases.train(subject, case, "adamw", 0, placement, folder)
+    trace.gradients = _on_cpu(trace.gradients)
+    trace.state = _on_cpu(trace.state)
+    return trace
+
+
+@pytest.mark.parametrize(("way", "placement"), OFFLOADED)
+def test_offload(tied: ModelServer, way: str, placement: Placement, tmp_path: Path) -> None:
+    case = next(each for each in offload_cases.WAYS if each.name == way)
+    reference = tied.run_local(zero_cases.train_locally, "adamw", case.num_micro_batch)
+    ranks = tied.run(train_offloaded, case.num_ranks, case, placement, tmp_path, backend=BACKEND)
+    assert any(ranks[0].num_bytes_moved.values())
     compare(reference, trace_of(ranks[0], reference))
 
 

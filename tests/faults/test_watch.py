@@ -24,7 +24,7 @@ from whale.distributed.hub import (
     End,
     Hub,
     Process,
-    Seen,
+    SeenRank,
     all_raised,
     judge,
     positions,
@@ -35,17 +35,17 @@ TIMEOUT_S = 20.0
 NOW = 1000.0
 
 
-def ranks(*ends: tuple[End, float] | None) -> dict[int, Seen]:
+def ranks(*ends: tuple[End, float] | None) -> dict[int, SeenRank]:
     """Ranks heard of just now; an end and how many seconds ago it was."""
     found = {}
     for rank, end in enumerate(ends):
-        seen = found[rank] = Seen(NOW if end is None else NOW - end[1], rank, f"F{rank}.0")
+        seen = found[rank] = SeenRank(NOW if end is None else NOW - end[1], rank, f"F{rank}.0")
         if end is not None:
             seen.ended(end[0], "ValueError: no", NOW - end[1])
     return found
 
 
-def cause(found: dict[int, Seen], now: float = NOW) -> int | None:
+def cause(found: dict[int, SeenRank], now: float = NOW) -> int | None:
     verdict = judge(found, TIMEOUT_S, now)
     return verdict.cause if verdict is not None else None
 

@@ -21,7 +21,7 @@ from whale.distributed.message import NUM_EPOCHS, Message
 from whale.distributed.ranks import Ranks
 from whale.emulation.emulation import EmulatedPlatform
 from whale.emulation.links import EmulatedTransport, NetworkCards
-from whale.emulation.settings import Settings
+from whale.emulation.settings import EmulationSettings
 
 preload("tests.integration.test_emulation")
 
@@ -69,7 +69,7 @@ def plain_losses() -> list[float]:
 
 
 def train(
-    settings: Settings, config: dict[str, Any], plan: wh.Plan | None = None
+    settings: EmulationSettings, config: dict[str, Any], plan: wh.Plan | None = None
 ) -> tuple[list[float], float]:
     """Losses, and by how much times were stretched."""
     settings.pass_on()
@@ -82,9 +82,9 @@ def train(
     return losses, platform.factor
 
 
-def settings_for(folder: Path, cluster: str, stub: bool = False) -> Settings:
+def settings_for(folder: Path, cluster: str, stub: bool = False) -> EmulationSettings:
     (folder / "cluster.yaml").write_text(cluster)
-    return Settings(str(folder / "cluster.yaml"), str(folder / "emulation"), stub)
+    return EmulationSettings(str(folder / "cluster.yaml"), str(folder / "emulation"), stub)
 
 
 def read(folder: Path, name: str) -> Any:
@@ -182,7 +182,7 @@ def on_grid() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Tanh(), nn.Linear(64, 32)).double()
 
 
-def train_on_grid(settings: Settings) -> list[float]:
+def train_on_grid(settings: EmulationSettings) -> list[float]:
     settings.pass_on()
     wh.init()
     model = wh.annotate(on_grid(), {"*": wh.split(4, (1, 2, 2))})
@@ -206,7 +206,7 @@ def test_unlike_devices_on_a_grid(stub: bool, tmp_path: Path) -> None:
 REPLICAS = [{"stages": [[0]], "samples": 4}, {"stages": [[2], [1]], "num_micro_batch": 2}]
 
 
-def train_unlike(settings: Settings) -> list[float]:
+def train_unlike(settings: EmulationSettings) -> list[float]:
     settings.pass_on()
     wh.init({"replicas": REPLICAS})
     engine = wh.parallelize(on_grid(), mini_batches()[0], optimizer=adam, loss=mean_square)

@@ -16,7 +16,7 @@ import whale as wh
 from tests.ranks import preload, run_ranks
 from whale import scheduling
 from whale.devices import GLOO
-from whale.distributed.message import NUM_EPOCHS, Message, Piece
+from whale.distributed.message import NUM_EPOCHS, Message, MessagePiece
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
 
@@ -199,7 +199,7 @@ def mix_up(share_memory: bool) -> list[float]:
     """
     ranks = Ranks("cpu")
     transport = Transport(ranks, [(0, 1), (1, 0)], share_memory)
-    message = Message(1 - ranks.rank, 5 * NUM_EPOCHS, (Piece(0, None, (1,), torch.float32),))
+    message = Message(1 - ranks.rank, 5 * NUM_EPOCHS, (MessagePiece(0, None, (1,), torch.float32),))
     transport.begin()
     if ranks.rank == 0:
         transport.send(torch.tensor([1.0]), message)

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 import whale as wh
 from tests.ranks import preload, run_ranks
 from whale.calibration import operations, turns
-from whale.calibration.measure import Figures, _cluster, _pairs
+from whale.calibration.measure import MeasuredDevice, _cluster, _pairs
 from whale.calibration.profile_command import describe, profile_ranks
 from whale.cli import app
 from whale.cluster.cluster import Link, device_kind
 from whale.cluster.kinds import MatmulRate
-from whale.cluster.matching import Place
+from whale.cluster.matching import RankPlace
 
 preload("tests.integration.test_profile")
 
@@ -124,7 +124,9 @@ def test_nearly_equal_devices_are_one_kind() -> None:
         base, flop_per_s=base.flop_per_s * 1.06, matmul_rates=(MatmulRate("fp32", 64, 2e10),)
     )
     slow = replace(base, flop_per_s=base.flop_per_s / 2)
-    figures = [Figures(Place("h", place), kind) for place, kind in enumerate((base, fast, slow))]
+    figures = [
+        MeasuredDevice(RankPlace("h", place), kind) for place, kind in enumerate((base, fast, slow))
+    ]
     cluster = _cluster(figures, Link(1e9, 1e-5), Link(1e9, 1e-5), None)
     names = [device.kind.name for device in cluster.devices]
     assert names == ["CPU-measured", "CPU-measured", "CPU-measured-2"]

@@ -73,17 +73,13 @@ def engine_of(
     subject: Subject, case: ZeroCase, optimizer: Any, level: int, **settings: Any
 ) -> Engine:
     """The engine of one rank."""
-    model = subject.model
-    config = wh.Config({**case.config, "zero": level, **settings})
-    wh.init(config)
-    if case.stages:
-        globs = subject.case.cuts(len(case.stages))
-        marks = [wh.replicate(d) if d > 0 else wh.split(-d) for d in case.stages]
-        wh.annotate(model, {"|".join(glob): mark for glob, mark in zip(globs, marks, strict=True)})
+    config = _settle(subject, case, level, settings)
     sample = batches(subject.case, False, 1)[0]
-    plan = _uneven(subject, case, config, sample) if case.fractions and level else None
+    plan = None
+    if case.fractions and level:
+        plan = recut(_plan_of(subject, config), subject, case.fractions)
     return wh.parallelize(
-        model,
+        subject.model,
         sample,
         optimizer=optimizer,
         loss=subject.case.loss,
@@ -92,14 +88,30 @@ def engine_of(
     )
 
 
-def _uneven(subject: Subject, case: ZeroCase, config: wh.Config, sample: Any) -> Plan:
-    """The plan of the job with other parts of every block."""
+def _settle(subject: Subject, case: ZeroCase, level: int, settings: dict[str, Any]) -> wh.Config:
+    """The config of the job; the model gets its annotations."""
+    config = wh.Config({**case.config, "zero": level, **settings})
+    wh.init(config)
+    if case.stages:
+        globs = subject.case.cuts(len(case.stages))
+        marks = [wh.replicate(d) if d > 0 else wh.split(-d) for d in case.stages]
+        named = {"|".join(glob): mark for glob, mark in zip(globs, marks, strict=True)}
+        wh.annotate(subject.model, named)
+    return config
+
+
+def plan_of(subject: Subject, case: ZeroCase, level: int, **settings: Any) -> Plan:
+    """The plan of the job, with the parts of every block that the case says."""
+    made = _plan_of(subject, _settle(subject, case, level, settings))
+    return recut(made, subject, case.fractions) if case.fractions and level else made
+
+
+def _plan_of(subject: Subject, config: wh.Config) -> Plan:
     assert subject.prepared is not None
     cluster = platform_of_this_job(ranks_of_job()).cluster(None)
-    layout, _ = read_batch(sample)
+    layout, _ = read_batch(batches(subject.case, False, 1)[0])
     planner = ModelPlanner(subject.model, cluster, config, layout.batch_size)
-    made = planner.plan(subject.prepared, {})
-    return recut(made, subject, case.fractions)
+    return planner.plan(subject.prepared, {})
 
 
 def recut(plan: Plan, subject: Subject, fractions: Sequence[float]) -> Plan:
@@ -107,7 +119,10 @@ def recut(plan: Plan, subject: Subject, fractions: Sequence[float]) -> Plan:
     assert subject.prepared is not None
     groups = {block.ranks for block in plan.blocks}
     chosen = {ranks: fractions for ranks in groups if len(ranks) == len(fractions)}
-    return replace(plan, blocks=blocks_of(Sharing.of_plan(plan, subject.prepared.captured), chosen))
+    blocks = blocks_of(Sharing.of_plan(plan, subject.prepared.captured), chosen)
+    first = plan.blocks[0]
+    homes = {"weights": first.weights, "states": first.states, "gradients": first.gradients}
+    return replace(plan, blocks=tuple(replace(block, **homes) for block in blocks))
 
 
 @dataclass

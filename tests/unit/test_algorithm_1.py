@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.algorithm_1 import algorithm_1
 from tests.thorough import many
 from whale.cluster.cluster import device_kind
-from whale.planning.algorithm_1 import algorithm_1
 from whale.plans.shares import DoesNotFit, Load, best_shares
 
 

@@ -15,7 +15,7 @@ from whale.cluster.cluster import (
 )
 from whale.cluster.discovery import discovered, kind_of_gpu
 from whale.cluster.kinds import recognise
-from whale.cluster.matching import Place
+from whale.cluster.matching import RankPlace
 from whale.devices import GpuProperties
 
 
@@ -161,7 +161,7 @@ def test_an_unknown_gpu_is_estimated_from_its_clock() -> None:
 
 def test_discovered_ranks_keep_their_hosts_and_kinds(caplog: pytest.LogCaptureFixture) -> None:
     kinds = [device_kind("T4"), device_kind("T4"), DeviceKind("NVIDIA A30", 1e13, 10**10, 1e12)]
-    cluster = discovered([Place("a", 0), Place("b", 0), Place("a", 1)], kinds)
+    cluster = discovered([RankPlace("a", 0), RankPlace("b", 0), RankPlace("a", 1)], kinds)
     assert [(device.host, device.local_rank, device.kind.name) for device in cluster.devices] == [
         ("a", 0, "T4"),
         ("b", 0, "T4"),

@@ -21,14 +21,14 @@ from whale.cli import app
 from whale.cluster.cluster import Cluster, Device, Link, Network
 from whale.cluster.kinds import DeviceKind
 from whale.config import Config
-from whale.distributed.message import Message, Piece
+from whale.distributed.message import Message, MessagePiece
 from whale.emulation.links import NetworkCards
 from whale.emulation.memory import EmulatedOutOfMemory, Memory, state_per_weight
 from whale.emulation.pace import SHORTEST_S, Pace, stretch_factor
 from whale.emulation.settings import RANK_BYTES, most_ranks
 from whale.emulation.stub import make_stub
 from whale.lowering.chunk import crossing_values
-from whale.lowering.messages import Part, build_bridges
+from whale.lowering.messages import MessagePart, build_bridges
 from whale.planning.planner import Assignment, Problem, apply_plan, make_plan
 from whale.plans.figures import Figures, StageFigures, StateFigures
 from whale.plans.samples import SampleMap
@@ -239,9 +239,9 @@ def gpt2() -> tuple[object, Times, Assignment]:
     return planned(Cluster.uniform(8, devices_per_host=4))
 
 
-def message_of(part: Part) -> Message:
+def message_of(part: MessagePart) -> Message:
     shape = part.value.shape_for(part.num_samples)
-    return Message(part.peer, 0, (Piece(part.value.index, None, shape, part.value.dtype),))
+    return Message(part.peer, 0, (MessagePiece(part.value.index, None, shape, part.value.dtype),))
 
 
 def test_a_stub_has_the_stages_holders_and_messages_of_its_plan(

@@ -27,9 +27,9 @@ from whale.scheduling import (
 )
 from whale.scheduling.event_loop import Jobs, Needs, run_in_order
 from whale.scheduling.list_pass import NEVER
-from whale.scheduling.list_scheduler import AGAIN, MOST_AGAIN, Search
+from whale.scheduling.list_scheduler import AGAIN, MOST_AGAIN, OrderSearch
 from whale.scheduling.placement import DeviceOfStage, loop, wave
-from whale.scheduling.problem import Problem
+from whale.scheduling.problem import OrderProblem
 
 MOST_NODES = 60_000
 """of the exact search; larger cases are left out"""
@@ -194,7 +194,7 @@ def step_of(
     return simulate(Schedule("list", graph, num_micro_batch, orders), costs).step_s
 
 
-class FinishingSearch(Search):
+class FinishingSearch(OrderSearch):
     """No pass is given up."""
 
     def limit(self, is_split: bool) -> float:
@@ -225,8 +225,8 @@ def test_a_search_finds_the_same_without_its_short_cuts(
         else tuple(room * len(graph.stages_of(device)) for device in range(graph.num_devices))
     )
     costs = replace(costs, action_s=action_s, memory_cap=caps)
-    short = Search(Problem(graph, costs, count), None, tries)
-    whole = FinishingSearch(Problem(graph, costs, count), None, tries)
+    short = OrderSearch(OrderProblem(graph, costs, count), None, tries)
+    whole = FinishingSearch(OrderProblem(graph, costs, count), None, tries)
     found = short.run()
     with mock.patch.object(exchanges, "_run_again", run_everything):
         reference = whole.run()

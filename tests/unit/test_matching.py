@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whale.cluster.file import loads
-from whale.cluster.matching import HOST_VARIABLE, Place, match, num_local_devices, this_place
+from whale.cluster.matching import HOST_VARIABLE, RankPlace, match, num_local_devices, this_place
 
 TWO_HOSTS = loads(
     "hosts: [{name: big1, kind: V100-32GB, count: 3}, {name: small1.example, devices: [{kind: "
@@ -15,8 +15,8 @@ TWO_HOSTS = loads(
 )
 
 
-def places(*at: tuple[str, int]) -> list[Place]:
-    return [Place(host, local_rank) for host, local_rank in at]
+def places(*at: tuple[str, int]) -> list[RankPlace]:
+    return [RankPlace(host, local_rank) for host, local_rank in at]
 
 
 def test_hosts_in_another_order_than_the_file() -> None:
@@ -101,5 +101,5 @@ def test_every_rank_gets_the_device_of_its_place(order: list[tuple[str, int]], n
 def test_the_environment_names_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HOST_VARIABLE, "small1")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert this_place() == Place("small1", 1)
+    assert this_place() == RankPlace("small1", 1)
     assert num_local_devices(TWO_HOSTS) == 2

@@ -10,14 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from whale.distributed.message import MOST_MESSAGES, NUM_EPOCHS, NUM_SHAPES, Message, Piece, tag_of
+from whale.distributed.message import (
+    MOST_MESSAGES,
+    NUM_EPOCHS,
+    NUM_SHAPES,
+    Message,
+    MessagePiece,
+    tag_of,
+)
 
 
 def message(
     tensors: list[Tensor], rows: list[tuple[int, int, int] | None] | None = None
 ) -> Message:
     pieces = [
-        Piece(index, cut, tuple(tensor.shape), tensor.dtype)
+        MessagePiece(index, cut, tuple(tensor.shape), tensor.dtype)
         for index, (tensor, cut) in enumerate(
             zip(tensors, rows or [None] * len(tensors), strict=True)
         )

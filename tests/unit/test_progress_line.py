@@ -30,7 +30,7 @@ def streams() -> Iterator[None]:
 def run(num_steps: int | None, steps: int, step_s: float = 4.0, speaks_at: int = 0) -> str:
     written = io.StringIO()
     clock = Clock()
-    line = progress.Progress(num_steps, written, clock)
+    line = progress.ProgressLine(num_steps, written, clock)
     for step in range(1, steps + 1):
         clock.now += step_s
         if step == speaks_at:
@@ -61,7 +61,7 @@ def test_a_script_that_prints_is_left_alone(speaks_at: int) -> None:
 
 def test_a_progress_bar_counts_and_a_warning_does_not() -> None:
     progress.watch_output()
-    line = progress.Progress(None, io.StringIO(), Clock())
+    line = progress.ProgressLine(None, io.StringIO(), Clock())
     sys.stderr.write("UserWarning: something is deprecated\n")
     assert not any(watched.is_used for watched in progress._watched)
     sys.stderr.write("\r 10%|#    | 1/10 [00:01<00:09]")

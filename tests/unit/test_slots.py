@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from whale import scheduling
 from whale.devices import LocalDevice
-from whale.lowering.chunk import Chunk, Value
-from whale.lowering.messages import Bridges, Part
+from whale.lowering.chunk import Chunk, CrossingValue
+from whale.lowering.messages import Bridges, MessagePart
 from whale.lowering.program import Program
 from whale.runtime.boundaries import boundary_slots
 from whale.scheduling import Kind, Schedule, StageGraph, even_costs
@@ -49,7 +49,7 @@ def program_of(schedule: Schedule, device: int) -> Program:
     """
     graph = schedule.stage_graph
     values = [
-        Value(s, f"value {s}", torch.float32, 0, True, (1,), None)
+        CrossingValue(s, f"value {s}", torch.float32, 0, True, (1,), None)
         for s in range(graph.num_stages - 1)
     ]
 
@@ -59,7 +59,7 @@ def program_of(schedule: Schedule, device: int) -> Program:
         return Chunk(stage, lambda samples: None, received, (), sent, 0, not sent, (), False)  # type: ignore[arg-type, return-value]
 
     parts = {
-        (s, s + 1, m): (Part(values[s], 0, 0, 1, True),)
+        (s, s + 1, m): (MessagePart(values[s], 0, 0, 1, True),)
         for s in range(len(values))
         for m in range(schedule.num_micro_batch)
     }

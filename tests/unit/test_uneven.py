@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.thorough import many
-from whale.planning.uneven_grids import Arrangement, CutDim, arrangements, axis_weights, shares
+from whale.planning.uneven_grids import CutDim, GridArrangement, arrangements, axis_weights, shares
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, Layout
 
@@ -28,7 +28,7 @@ def arrange(
     speeds: Sequence[float],
     cuts: Mapping[str, Sequence[CutDim]],
     memory: Sequence[float] | None = None,
-) -> Arrangement:
+) -> GridArrangement:
     """The best order and weights found for these devices. `cuts`: axis -> what it cuts; `memory`:
     what each has left for stored shards.
     """

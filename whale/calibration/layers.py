@@ -23,7 +23,7 @@ from whale.calibration.turns import Subject, Turn, take_turns
 from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import Cluster
 from whale.cluster.layer_times import Layer, LayerTime, LayerTimes
-from whale.costs.layer_times import Region, module_names, regions_of_modules, signature
+from whale.costs.layer_times import LayerRegion, module_names, regions_of_modules, signature
 from whale.distributed.ranks import Ranks
 from whale.lowering.chunk import module_of_operations
 from whale.operations.sizes import shape_at, size_at
@@ -70,12 +70,12 @@ class LayerGroup:
 
     modules: tuple[str, ...]
     operations: str
-    region: Region
+    region: LayerRegion
 
 
 def layer_groups(captured: CapturedGraph) -> list[LayerGroup]:
     """The different layers of a model."""
-    members: dict[str, list[Region]] = {}
+    members: dict[str, list[LayerRegion]] = {}
     for region in regions_of_modules(captured, layer_modules(captured)):
         members.setdefault(signature(region), []).append(region)
     return [
@@ -126,7 +126,7 @@ def _means(times: Sequence[Sequence[float]]) -> tuple[float, float]:
 class TimedRegion:
     """A region of the graph as a module of its own, with random weights and inputs."""
 
-    def __init__(self, captured: CapturedGraph, region: Region, ranks: Ranks) -> None:
+    def __init__(self, captured: CapturedGraph, region: LayerRegion, ranks: Ranks) -> None:
         self._captured = captured
         self._ranks = ranks
         self._gradients = carries_gradient(captured)

@@ -38,7 +38,7 @@ from whale.cluster.kinds import (
     MatmulRate,
     OperationPoint,
 )
-from whale.cluster.matching import Place, this_place
+from whale.cluster.matching import RankPlace, this_place
 from whale.distributed.message import Message
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
@@ -72,10 +72,10 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Figures:
+class MeasuredDevice:
     """What one rank measured of its device."""
 
-    place: Place
+    place: RankPlace
     kind: DeviceKind
     """name of the table or of the driver, with the measured figures"""
     small_all_reduce_s: float = 0.0
@@ -113,7 +113,7 @@ def measure(ranks: Ranks, progress: Progress) -> Cluster:
     return replace(cluster, memories=measure_memories(ranks))
 
 
-def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> Figures:
+def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> MeasuredDevice:
     """Figures of this rank, while all ranks do the same: what a busy neighbour takes away belongs
     to it.
     """
@@ -157,7 +157,7 @@ def _figures(ranks: Ranks, transport: Transport | None, progress: Progress) -> F
     if transport is not None:
         (small_s,) = seconds["small all-reduce"]
         (large_s,) = seconds["large all-reduce"]
-    return Figures(this_place(), kind, small_s, large_s)
+    return MeasuredDevice(this_place(), kind, small_s, large_s)
 
 
 def _products(ranks: Ranks) -> dict[tuple[str, int], Subject]:
@@ -277,7 +277,7 @@ def _slowest(links: Sequence[Link]) -> Link | None:
 
 
 def _cluster(
-    figures: Sequence[Figures], intra_host: Link, inter_host: Link, all_reduce: Link | None
+    figures: Sequence[MeasuredDevice], intra_host: Link, inter_host: Link, all_reduce: Link | None
 ) -> Cluster:
     """Devices with nearly the same figures become one kind, which has their means; names must
     differ from the table's.

@@ -30,21 +30,12 @@ from whale.capture.prepare import CapturedModel
 from whale.capture.python_state import attributes, changed_attributes
 from whale.compat import tensor_stores
 from whale.devices import device_of
+from whale.dtypes import rounding
 from whale.operations.nodes import op_name, trains_batch_norm
 from whale.operations.table import is_random
 
 NUM_EAGER_SAMPLES = 2
 PARTS = (1, 3)
-# largest difference, in units of the largest value of the whole model, that rounding explains
-TOLERANCE = {
-    torch.float64: 1e-8,
-    torch.complex128: 1e-8,
-    torch.float32: 1e-3,
-    torch.complex64: 1e-3,
-    torch.bfloat16: 1e-1,
-    torch.float16: 5e-2,
-    torch.complex32: 5e-2,
-}
 SEED = 0
 ATTENTION = "scaled_dot_product_attention"
 TINY = 1e-30
@@ -326,11 +317,11 @@ def _why_not_comparable(captured_model: CapturedModel, num_samples: int) -> str 
 
 def _limit(captured: CapturedGraph) -> float:
     """What rounding explains in the least precise type that the graph computes in."""
-    limit = TOLERANCE[torch.float64]
+    limit = rounding(torch.float64).other_order
     for node in captured.compute_nodes():
         value = node.meta.get("val")
         if isinstance(value, Tensor):
-            limit = max(limit, TOLERANCE.get(value.dtype, 0.0))
+            limit = max(limit, rounding(value.dtype).other_order)
     return limit
 
 

@@ -10,6 +10,7 @@ import contextlib
 import io
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from inspect import Parameter, signature
@@ -177,6 +178,7 @@ def _export(
     wrapper.any_batch = attempt.any_batch
     with (
         progress(type(wrapper.model).__name__) as shown,
+        warnings.catch_warnings(),
         _no_graph_dump(),
         random_branches(wrapper.model, findings),
         stand_ins(),
@@ -186,6 +188,8 @@ def _export(
     ):
         # not strict: dynamo refuses more models, and loses hooks and Functions all the same
         dims = _symbolic_dims(wrapper.layout, attempt.any_batch)
+        # the list that recurrent layers keep of their weights: fake ones are put there and taken back
+        warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights")
         return torch.export.export(wrapper, (inputs,), dynamic_shapes=(dims,), strict=False)
 
 

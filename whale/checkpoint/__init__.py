@@ -22,7 +22,7 @@ any box of any tensor, `pretrained` the Hugging Face layout.
 
 from whale.checkpoint.commit import await_outcome, finish
 from whale.checkpoint.errors import CheckpointError
-from whale.checkpoint.format import Entry, FileInfo, Index, Piece, Target, read_index
+from whale.checkpoint.format import Entry, FileInfo, Index, SavedPiece, Target, read_index
 from whale.checkpoint.pieces import Part
 from whale.checkpoint.pretrained import Match, PretrainedReader, export_safetensors
 from whale.checkpoint.reader import Reader, find_checkpoints, resolve
@@ -47,9 +47,9 @@ __all__ = [
     "Index",
     "Match",
     "Part",
-    "Piece",
     "PretrainedReader",
     "Reader",
+    "SavedPiece",
     "Snapshot",
     "Target",
     "assign_writers",

@@ -56,7 +56,7 @@ STRICT = ConfigDict(strict=True, extra="forbid")
 
 
 @dataclass(frozen=True)
-class Piece:
+class SavedPiece:
     """A part of a tensor in one rank's file."""
 
     __pydantic_config__ = STRICT
@@ -77,7 +77,7 @@ class Entry:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SavedPiece, ...]
 
 
 @dataclass(frozen=True)

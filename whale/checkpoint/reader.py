@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 
 from whale.checkpoint.errors import CheckpointError
-from whale.checkpoint.format import CHECKPOINT_NAME, INDEX, Entry, Index, Piece, decode, read_index
+from whale.checkpoint.format import (
+    CHECKPOINT_NAME,
+    INDEX,
+    Entry,
+    Index,
+    SavedPiece,
+    decode,
+    read_index,
+)
 from whale.checkpoint.pieces import Box, extents, intersect, is_inside, relative, slices, whole
 from whale.checkpoint.tensor_files import (
     CHECKSUM_DIGITS,
@@ -110,7 +118,7 @@ class Reader:
             decode(values) for values in self.index.rank_values
         ]
         """by rank of the job that saved"""
-        self._by_file: dict[str, dict[str, tuple[Entry, Piece]]] = {
+        self._by_file: dict[str, dict[str, tuple[Entry, SavedPiece]]] = {
             name: {} for name in self.index.files
         }
         for entry in self.index.tensors.values():
@@ -181,13 +189,13 @@ class Reader:
             )
         return self.index.tensors[name]
 
-    def _read_piece(self, name: str, piece: Piece, wanted: Box) -> Tensor:
+    def _read_piece(self, name: str, piece: SavedPiece, wanted: Box) -> Tensor:
         check = self._checker(name, piece)
         return self._file(piece.file).read(
             piece.key, relative(wanted, piece.ranges), self.index.block_bytes, check
         )
 
-    def _checker(self, name: str, piece: Piece) -> Callable[[int, memoryview], None]:
+    def _checker(self, name: str, piece: SavedPiece) -> Callable[[int, memoryview], None]:
         def check(block: int, content: memoryview) -> None:
             expected = piece.checksums[block * CHECKSUM_DIGITS : (block + 1) * CHECKSUM_DIGITS]
             if block_checksum(content) != expected:

@@ -17,8 +17,8 @@ from whale.checkpoint.errors import plain_errors
 from whale.checkpoint.format import (
     Entry,
     FileInfo,
-    Piece,
     RankReport,
+    SavedPiece,
     Target,
     encode,
     rank_failure,
@@ -164,7 +164,7 @@ def _entries(snapshot: Snapshot, file: str, checksums: Mapping[str, str]) -> dic
         found[name] = Entry(
             dtype_name(tensor, key),
             part.shape,
-            (*before, Piece(file, key, part.ranges, checksums[key])),
+            (*before, SavedPiece(file, key, part.ranges, checksums[key])),
         )
     return found
 

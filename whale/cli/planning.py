@@ -1,5 +1,5 @@
-"""`whale plan` and `whale advise`: what a training script would do on several devices. The script runs
-up to `wh.parallelize`; no process is started.
+"""`whale plan` and `whale advise`: what a training script would do on several devices. The script
+runs up to `wh.parallelize`; no process is started.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from whale.cluster.cluster import (
     Memories,
 )
 from whale.cluster.kinds import DeviceKind, device_kind, recognise
-from whale.cluster.matching import Place, this_place
+from whale.cluster.matching import RankPlace, this_place
 from whale.config import RUN_FOLDER_VARIABLE
 from whale.devices import GpuProperties, LocalDevice, host_memory_bytes
 
@@ -113,7 +113,7 @@ def with_least_memory(kinds: Sequence[DeviceKind]) -> list[DeviceKind]:
 
 
 def discovered(
-    places: Sequence[Place], kinds: Sequence[DeviceKind], memories: Sequence[Memories] = ()
+    places: Sequence[RankPlace], kinds: Sequence[DeviceKind], memories: Sequence[Memories] = ()
 ) -> Cluster:
     """The cluster of ranks that run at these places on these kinds of devices. Links are assumed:
     nothing was measured. `memories`: what each rank found beside them on its host.

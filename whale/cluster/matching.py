@@ -22,22 +22,22 @@ SHOWN_RANKS = 8
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank runs."""
 
     host: str
     local_rank: int
 
 
-def this_place() -> Place:
+def this_place() -> RankPlace:
     """Host and local rank of this process."""
-    return Place(
+    return RankPlace(
         os.environ.get(HOST_VARIABLE) or socket.gethostname(),
         int(os.environ.get("LOCAL_RANK", "0")),
     )
 
 
-def match(cluster: Cluster, places: Sequence[Place]) -> Cluster:
+def match(cluster: Cluster, places: Sequence[RankPlace]) -> Cluster:
     """The devices that the ranks at `places` run on, in rank order. Devices that no rank runs on
     are left out.
     """
@@ -89,7 +89,7 @@ def num_local_devices(cluster: Cluster) -> int:
 
 
 def _name_in_file(
-    cluster: Cluster, host: str, ranks: Sequence[int], places: Sequence[Place]
+    cluster: Cluster, host: str, ranks: Sequence[int], places: Sequence[RankPlace]
 ) -> str:
     """The file's name of a host: the same, or the same up to the first dot."""
     names = cluster.hosts
@@ -108,7 +108,7 @@ def _name_in_file(
     )
 
 
-def _by_host(places: Sequence[Place]) -> dict[str, list[int]]:
+def _by_host(places: Sequence[RankPlace]) -> dict[str, list[int]]:
     hosts: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         hosts.setdefault(place.host, []).append(rank)

@@ -1,5 +1,5 @@
-"""Which operations of a captured model a measured layer is: by the names of its modules, and by what
-they run where the file says that.
+"""Which operations of a captured model a measured layer is: by the names of its modules, and by
+what they run where the file says that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIGNATURE_DIGITS = 12
 
 
 @dataclass(frozen=True)
-class Region:
+class LayerRegion:
     """The operations of one module, in the order of the graph."""
 
     module: str
@@ -30,7 +30,7 @@ class Region:
 class MeasuredRegion:
     """A region with the layer whose times it has."""
 
-    region: Region
+    region: LayerRegion
     layer: Layer
 
 
@@ -39,14 +39,14 @@ def module_names(node: Node) -> list[str]:
     return [name for name, _ in (node.meta.get("nn_module_stack") or {}).values() if name]
 
 
-def regions_of_modules(captured: CapturedGraph, names: Iterable[str]) -> list[Region]:
+def regions_of_modules(captured: CapturedGraph, names: Iterable[str]) -> list[LayerRegion]:
     """The operations of each of these modules."""
     wanted = {name: [] for name in names}  # type: dict[str, list[Node]]
     for node in captured.compute_nodes():
         for name in module_names(node):
             if name in wanted:
                 wanted[name].append(node)
-    return [Region(name, tuple(nodes)) for name, nodes in wanted.items() if nodes]
+    return [LayerRegion(name, tuple(nodes)) for name, nodes in wanted.items() if nodes]
 
 
 def all_modules(captured: CapturedGraph) -> list[str]:
@@ -57,7 +57,7 @@ def all_modules(captured: CapturedGraph) -> list[str]:
     return list(found)
 
 
-def signature(region: Region) -> str:
+def signature(region: LayerRegion) -> str:
     """A short hash of what a region runs: operations, shapes and dtypes, in order. Layers that
     repeat have the same.
     """
@@ -95,7 +95,7 @@ def measured_regions(captured: CapturedGraph, times: LayerTimes, kind: str) -> l
     return found
 
 
-def _layer_of(region: Region, layers: Sequence[Layer]) -> Layer | None:
+def _layer_of(region: LayerRegion, layers: Sequence[Layer]) -> Layer | None:
     for layer in layers:
         if any(_matches(region.module, pattern) for pattern in layer.modules):
             if not layer.operations or layer.operations == signature(region):

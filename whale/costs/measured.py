@@ -9,7 +9,7 @@ Products were measured on square matrices. One of the same work that is not squa
 (a few rows times a large weight): they take their time at the memory's bandwidth besides.
 
 An operation that was not measured itself goes by one that does about the same to memory
-(`STANDS_FOR`).
+(`operations/timed.py`).
 """
 
 from __future__ import annotations
@@ -20,73 +20,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from whale.cluster.kinds import DeviceKind
+from whale.operations.table import timed_as
 
-STANDS_FOR = {
-    "linear": (
-        "addmm",
-        "mm",
-        "einsum",
-        "bilinear",
-        "addbmm",
-        "tensordot",
-        "lstm",
-        "gru",
-        "rnn_tanh",
-        "rnn_relu",
-    ),
-    "matmul": ("bmm", "baddbmm", "_grouped_mm", "expert_mm", "mv", "dot"),
-    "conv2d": ("conv1d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-    "mul": ("div", "where", "masked_fill", "dropout", "native_dropout"),
-    "relu": (
-        "neg",
-        "clone",
-        "_to_copy",
-        "to",
-        "type_as",
-        "abs",
-        "sign",
-        "ge",
-        "le",
-        "gt",
-        "lt",
-        "eq",
-        "ne",
-        "hardtanh",
-        "leaky_relu",
-    ),
-    "gelu": ("erf", "exp", "log", "sigmoid", "silu", "softplus", "mish", "logsigmoid", "elu"),
-    "tanh": ("sin", "cos"),
-    "pow": ("sqrt", "rsqrt", "reciprocal"),
-    "softmax": ("log_softmax", "_safe_softmax", "logsumexp"),
-    "layer_norm": ("rms_norm", "group_norm", "native_layer_norm"),
-    "batch_norm": ("_native_batch_norm_legit", "native_batch_norm", "instance_norm"),
-    "sum": (
-        "mean",
-        "amax",
-        "max",
-        "min",
-        "argmax",
-        "var",
-        "norm",
-        "linalg_vector_norm",
-        "avg_pool2d",
-        "adaptive_avg_pool2d",
-    ),
-    "max_pool2d": ("max_pool2d_with_indices", "max_pool1d"),
-    "cross_entropy_loss": ("nll_loss", "nll_loss_nd", "mse_loss", "l1_loss"),
-    "embedding": ("index", "gather", "index_select", "take_along_dim"),
-    "transposed_copy": (
-        "contiguous",
-        "cat",
-        "stack",
-        "pad",
-        "constant_pad_nd",
-        "repeat",
-        "roll",
-        "flip",
-    ),
-}
-"""measured operation -> others that are taken to need its time"""
 OTHERS = "add"
 """for whatever is in no list: it moves bytes"""
 VIEW = "view"
@@ -98,7 +33,6 @@ WITH_TWO_STATES = "adamw"
 two averages
 """
 PRODUCT = "linear"
-_MEASURED_AS = {other: name for name, others in STANDS_FOR.items() for other in others}
 
 
 @dataclass(frozen=True)
@@ -155,7 +89,7 @@ def measured_seconds(
     if not flop and not moved_bytes:
         name = VIEW
     elif name not in known:
-        name = _MEASURED_AS.get(name, OTHERS)
+        name = timed_as(name) or OTHERS
     curve = known.get(name)
     if curve is None:
         return None

@@ -53,7 +53,7 @@ def state_ratio(captured: CapturedGraph, make: MakeOptimizer) -> float | None:
         try:
             return _state_bytes(trained, make, device) / total
         except Exception:
-            # whatever it does with values: only its size was asked for, planning goes on without
+            # whatever it does with values: only its size was asked for, planning continues without
             continue
     return None
 
@@ -91,8 +91,8 @@ def _num_bytes(value: Any, sizes: dict[int, int]) -> int:
 def update_work(
     make: MakeOptimizer, names: Sequence[str], is_masked: bool = False
 ) -> UpdateWork | None:
-    """What an update of the user's optimizer launches: its operations are counted in a step on small
-    parameters. None where it cannot be tried so.
+    """What an update of the user's optimizer launches: its operations are counted in a step on
+    small parameters. None where it cannot be tried so.
 
     torch takes its `foreach` form on an accelerator where the user chose neither, and Whale the
     fused one where an update may be left out (`is_masked`, `runtime/masked_update.py`). `names`: of
@@ -101,7 +101,7 @@ def update_work(
     try:
         one = _counted(make, names[:1], is_masked)
         many = _counted(make, _some(names), is_masked)
-    except Exception:  # whatever it needs that is not here: planning goes on without
+    except Exception:  # whatever it needs that is not here: planning continues without
         return None
     (one_bytes, one_number, how), (many_bytes, many_number, _) = one, many
     more = COUNTED_PARAMETERS - 1

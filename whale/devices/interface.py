@@ -174,6 +174,18 @@ class LocalDevice:
         that is done.
         """
 
+    def copy_beside(
+        self, copies: Sequence[tuple[Tensor, Tensor]], direction: str, after: Sequence[Moment]
+    ) -> Moment:
+        """Copies between host and device, each (source, target), beside compute and after these
+        moments; gives the moment at which all are over. Copies of one direction (`incoming`,
+        `outgoing`) run one after the other.
+        """
+        with torch.no_grad():
+            for source, target in copies:
+                target.copy_(source)
+        return self.event()
+
     def to_host(self, tensor: Tensor) -> HostCopy:
         """A copy of the tensor in host memory, on its way: it has the values that all work
         launched so far gives.
@@ -224,7 +236,7 @@ class LocalDevice:
         return gpu is not None and gpu.capability >= FIRST_WITH_TF32
 
     def forbid_tf32(self) -> None:
-        """From here on float32 products and convolutions of this process run in float32."""
+        """Makes float32 products and convolutions of this process run in float32 from here on."""
         torch.set_float32_matmul_precision("highest")
 
     @contextlib.contextmanager
@@ -357,6 +369,21 @@ class Accelerator(LocalDevice):
 
     def used_here(self, tensor: Tensor) -> None:
         tensor.record_stream(self.module.current_stream())
+
+    def copy_beside(
+        self, copies: Sequence[tuple[Tensor, Tensor]], direction: str, after: Sequence[Moment]
+    ) -> Moment:
+        stream = self._stream(f"{direction} blocks")
+        with torch.no_grad(), self.module.stream(stream):
+            for moment in after:
+                stream.wait_event(moment)
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+                # whoever drops the device's side early must not get its memory given away
+                for tensor in (source, target):
+                    if tensor.device.type == self.type:
+                        self.used_here(tensor)
+            return self.event()
 
     def to_host(self, tensor: Tensor) -> HostCopy:
         copy = self.empty_on_host(tensor.shape, tensor.dtype)

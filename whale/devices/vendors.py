@@ -21,7 +21,8 @@ ROCM_ALLOWS_TF32 = "HIPBLASLT_ALLOW_TF32"
 NO_CAPABILITY = (0, 0)
 """of GPUs that have no compute capability"""
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""environment variables with which products give the same bits in every run, whatever the streams"""
+"""environment variables with which products give the same bits in every run, whatever the streams
+"""
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """environment variables that hide accelerators from processes that are started later"""
 
@@ -71,7 +72,7 @@ class CudaDevice(Accelerator):
 
     def forbid_tf32(self) -> None:
         super().forbid_tf32()
-        torch.backends.cudnn.allow_tf32 = False  # convolutions, allowed unless told otherwise
+        torch.backends.cudnn.allow_tf32 = False  # convolutions, allowed by default
 
     @contextlib.contextmanager
     def tf32(self, is_allowed: bool) -> Iterator[None]:
@@ -110,7 +111,7 @@ class RocmDevice(CudaDevice):
 
     @property
     def has_tf32(self) -> bool:
-        """Capabilities count otherwise here. Its xf32 is off unless hipBLASLt is told so."""
+        """Capabilities count otherwise here. Its xf32 is off unless hipBLASLt is set so."""
         return os.environ.get(ROCM_ALLOWS_TF32) == "1"
 
 

@@ -82,7 +82,7 @@ class End(enum.Enum):
 
 
 @dataclass
-class Seen:
+class SeenRank:
     """What the hub knows of one rank."""
 
     heard_at: float
@@ -123,7 +123,7 @@ def beat_s(num_ranks: int) -> float:
     return min(LONGEST_BEAT_S, max(SHORTEST_BEAT_S, num_ranks / BEATS_PER_S))
 
 
-def judge(ranks: Mapping[int, Seen], timeout_s: float, now: float) -> Verdict | None:
+def judge(ranks: Mapping[int, SeenRank], timeout_s: float, now: float) -> Verdict | None:
     """Why the job must end, or None. `ranks` holds every rank of the job."""
     ended = sorted(
         (rank for rank in ranks if ranks[rank].end is not None),
@@ -152,7 +152,7 @@ def judge(ranks: Mapping[int, Seen], timeout_s: float, now: float) -> Verdict | 
     return _verdict(min(silent), ranks, now) if silent else None
 
 
-def all_raised(ranks: Iterable[Seen]) -> bool:
+def all_raised(ranks: Iterable[SeenRank]) -> bool:
     """Every rank that is left has raised by itself: no rank is the cause, and each may end or go
     on.
     """
@@ -160,7 +160,7 @@ def all_raised(ranks: Iterable[Seen]) -> bool:
     return bool(left) and all(seen.end is End.RAISED for seen in left)
 
 
-def _other_batch(ranks: Mapping[int, Seen]) -> tuple[int, str] | None:
+def _other_batch(ranks: Mapping[int, SeenRank]) -> tuple[int, str] | None:
     """The first rank whose batch has other shapes than that of a lower rank at the same place in
     the script, and what to say of it.
     """
@@ -179,7 +179,7 @@ def _other_batch(ranks: Mapping[int, Seen]) -> tuple[int, str] | None:
     return None
 
 
-def _verdict(cause: int, ranks: Mapping[int, Seen], now: float) -> Verdict:
+def _verdict(cause: int, ranks: Mapping[int, SeenRank], now: float) -> Verdict:
     seen = ranks[cause]
     other = _other_batch(ranks)
     age_s = (seen.ended_at if seen.end is not None else now) - seen.heard_at
@@ -235,7 +235,7 @@ class Hub:
         self._server = _open_server(is_local)
         self.port: int = self._server.getsockname()[1]
         now = time.monotonic()
-        self._ranks = {rank: Seen(now, rank) for rank in range(num_ranks)}
+        self._ranks = {rank: SeenRank(now, rank) for rank in range(num_ranks)}
         self._lock = threading.Lock()  # the thread against `close`
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, None)
@@ -292,9 +292,9 @@ class Hub:
         with contextlib.suppress(OSError):
             connection, _ = self._server.accept()
             connection.setblocking(False)
-            self._selector.register(connection, selectors.EVENT_READ, Seen(time.monotonic()))
+            self._selector.register(connection, selectors.EVENT_READ, SeenRank(time.monotonic()))
 
-    def _hear(self, connection: socket.socket, seen: Seen, now: float) -> None:
+    def _hear(self, connection: socket.socket, seen: SeenRank, now: float) -> None:
         """What one rank, or one that has not yet said who it is, has to say."""
         try:
             read = connection.recv(LONGEST_LINE)
@@ -315,8 +315,8 @@ class Hub:
             seen.ended(End.DIED, "", now)
 
     def _note(
-        self, connection: socket.socket, seen: Seen, message: dict[str, Any], now: float
-    ) -> Seen:
+        self, connection: socket.socket, seen: SeenRank, message: dict[str, Any], now: float
+    ) -> SeenRank:
         if "token" in message:
             if not hmac.compare_digest(str(message["token"]), self.token):
                 raise ValueError("a stranger")

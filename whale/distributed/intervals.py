@@ -1,5 +1,5 @@
-"""All-gather and reduce-scatter of tensors of which every rank of a group holds one interval, of any
-length, none included.
+"""All-gather and reduce-scatter of tensors of which every rank of a group holds one interval, of
+any length, none included.
 
 CPU ranks of one host do it through memory (`same_host_collectives.py`). Elsewhere by the group:
 where all intervals are equal one collective, else a broadcast and a reduce for each.
@@ -56,18 +56,28 @@ class Works:
 class Intervals:
     """One rank's side of these collectives. All ranks of a group call them in the same order."""
 
-    def __init__(self, ranks: Ranks, transport: Transport) -> None:
+    def __init__(self, ranks: Ranks, transport: Transport | None) -> None:
+        """`transport`: None where this process is the only one."""
         self._ranks = ranks
         self._transport = transport
 
     def is_through_memory(self, ranks: tuple[int, ...]) -> bool:
         """Whether these ranks share memory: the rank itself copies, nothing runs beside it."""
-        return self._transport.reaches_through_memory(ranks)
+        return len(ranks) == 1 or self._through_memory(ranks) is not None
+
+    def _through_memory(self, ranks: tuple[int, ...]) -> Transport | None:
+        transport = self._transport
+        if transport is None or not transport.reaches_through_memory(ranks):
+            return None
+        return transport
 
     def begin_gather(self, buffer: Tensor, ends: Sequence[int], ranks: tuple[int, ...]) -> Transfer:
         """Fills the buffer with the intervals of the other ranks; this rank's own is there."""
-        if self.is_through_memory(ranks):
-            return self._transport.collectives.begin_gather(buffer, ends, ranks)
+        if len(ranks) == 1:
+            return Arrived()
+        through = self._through_memory(ranks)
+        if through is not None:
+            return through.collectives.begin_gather(buffer, ends, ranks)
         group = self._ranks.group(ranks)
         parts = _parts(buffer, ends)
         if self._ranks.backend_among(ranks).has_even_collectives and _is_even(parts):
@@ -85,8 +95,11 @@ class Intervals:
         """Turns this rank's interval into the sum over all ranks; the rest of the buffer is
         undefined afterwards.
         """
-        if self.is_through_memory(ranks):
-            self._transport.collectives.reduce_scatter(buffer, ends, ranks)
+        if len(ranks) == 1:
+            return Arrived()
+        through = self._through_memory(ranks)
+        if through is not None:
+            through.collectives.reduce_scatter(buffer, ends, ranks)
             return Arrived()
         group = self._ranks.group(ranks)
         parts = _parts(buffer, ends)

@@ -30,7 +30,7 @@ MOST_MESSAGES = 2**31 // (NUM_EPOCHS * NUM_SHAPES)
 
 
 @dataclass(frozen=True)
-class Piece:
+class MessagePiece:
     """A tensor, or rows of it, in a message."""
 
     value: int
@@ -67,7 +67,7 @@ class Message:
     """the other rank"""
     tag: int
     """without the epoch"""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MessagePiece, ...]
 
     @cached_property
     def num_bytes(self) -> int:

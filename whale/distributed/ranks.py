@@ -226,8 +226,8 @@ def refuse_shared_devices(store: dist.Store, prefix: str) -> None:
 
 
 def _leave() -> None:
-    """At exit. A script that failed may have left receives whose messages never come: their
-    communicators are aborted. Otherwise all that was issued runs first.
+    """Leaves the job when the process exits. A script that failed may have left receives whose
+    messages never come: their communicators are aborted. Otherwise all that was issued runs first.
     """
     if not dist.is_initialized():
         return

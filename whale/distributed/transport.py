@@ -2,9 +2,9 @@
 that they have arrived.
 
 gloo matches messages by tag. Those of accelerators match by order inside a communicator, so there
-each directed pair of ranks has its own, and both sides use it in the order of the sender's program (`scheduling`
-proves that the receiver's order is the same). CPU ranks on one host hand messages over through
-memory (`distributed/same_host.py`).
+each directed pair of ranks has its own, and both sides use it in the order of the sender's program
+(`scheduling` proves that the receiver's order is the same). CPU ranks on one host hand messages
+over through memory (`distributed/same_host.py`).
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ class Transport:
         return self._rings_to[peer]
 
     def send_through_memory(self, tensor: Tensor, peer: int, tag: int, enough_bytes: int) -> None:
-        """Sends with a tag that no message has. Where the ring is full it waits, and takes in what others
-        send: their rings may be full, too.
+        """Sends with a tag that no message has. Where the ring is full it waits, and takes in what
+        others send: their rings may be full, too.
         """
         start = time.perf_counter()
         while not self._rings_to[peer].send_if_free(tensor, tag, enough_bytes):

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 import whale as wh
 from whale.distributed.ranks import Ranks
+from whale.dtypes import rounding
 
-EXACT = 1e-10
+EXACT = rounding(torch.float64).same_work
 """of the largest value of the whole model"""
 NUM_STEPS = 3
 NUM_LAYERS = 8
@@ -101,7 +102,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 @dataclass(frozen=True)
-class Job:
+class CheckedJob:
     """One way to train."""
 
     name: str
@@ -114,37 +115,37 @@ class Job:
     """a checkpoint is written while the next step trains"""
 
 
-def exact_jobs(num_ranks: int) -> list[Job]:
+def exact_jobs(num_ranks: int) -> list[CheckedJob]:
     """Rows that are compared with plain training."""
-    jobs = [Job("1 micro-batch")]
-    jobs.append(Job("4 micro-batches", {"num_micro_batch": 4}))
+    jobs = [CheckedJob("1 micro-batch")]
+    jobs.append(CheckedJob("4 micro-batches", {"num_micro_batch": 4}))
     if num_ranks == 1:
         return jobs
     stages = max(size for size in range(2, MAX_STAGES + 1) if num_ranks % size == 0 or size == 2)
     if num_ranks % stages == 0:
         for schedule in ("1f1b", "gpipe", "interleaved", "wave", "zero-bubble"):
             config = {"num_task_graph": stages, "num_micro_batch": 2 * stages, "schedule": schedule}
-            jobs.append(Job(f"{stages} stages, {schedule}", config))
+            jobs.append(CheckedJob(f"{stages} stages, {schedule}", config))
     if num_ranks % 4 == 0 and stages != 2:
-        jobs.append(Job("2 stages x replicas", {"num_task_graph": 2, "num_micro_batch": 4}))
-    jobs.append(Job("split, 1-D", split=num_ranks, grid=(1, num_ranks, 1)))
-    jobs.append(Job("split, ZeRO-3", split=num_ranks, grid=(1, 1, num_ranks)))
+        jobs.append(CheckedJob("2 stages x replicas", {"num_task_graph": 2, "num_micro_batch": 4}))
+    jobs.append(CheckedJob("split, 1-D", split=num_ranks, grid=(1, num_ranks, 1)))
+    jobs.append(CheckedJob("split, ZeRO-3", split=num_ranks, grid=(1, 1, num_ranks)))
     if num_ranks % 4 == 0:
-        jobs.append(Job("split, 2-D", {"colocate": True}, split=4, grid=(2, 2, 1)))
+        jobs.append(CheckedJob("split, 2-D", {"colocate": True}, split=4, grid=(2, 2, 1)))
     return jobs
 
 
-def racy_jobs(num_ranks: int) -> list[Job]:
+def racy_jobs(num_ranks: int) -> list[CheckedJob]:
     """Rows in which streams, events and the allocator have most to do."""
     jobs = [
-        Job("many small buckets", {"bucket_bytes": 1024, "num_micro_batch": 4}),
-        Job("dropout, recomputed", {"recompute": True, "num_micro_batch": 4}, dropout=0.2),
-        Job("checkpoint beside training", {"num_micro_batch": 2}, saves=True),
+        CheckedJob("many small buckets", {"bucket_bytes": 1024, "num_micro_batch": 4}),
+        CheckedJob("dropout, recomputed", {"recompute": True, "num_micro_batch": 4}, dropout=0.2),
+        CheckedJob("checkpoint beside training", {"num_micro_batch": 2}, saves=True),
     ]
     if num_ranks % 2 == 0:
         config = {"num_task_graph": 2, "num_micro_batch": 8, "num_posted_receives": 8}
-        jobs.append(Job("receives far ahead", {**config, "schedule": "zero-bubble"}))
-        jobs.append(Job("waves", {**config, "schedule": "wave", "num_waves": 2}))
+        jobs.append(CheckedJob("receives far ahead", {**config, "schedule": "zero-bubble"}))
+        jobs.append(CheckedJob("waves", {**config, "schedule": "wave", "num_waves": 2}))
     return jobs
 
 
@@ -156,7 +157,7 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def train(job: Job, sizes: Sizes) -> Trained:
+def train(job: CheckedJob, sizes: Sizes) -> Trained:
     wh.init({**job.config, "stall_timeout_s": STALL_S})
     model: nn.Module = build(sizes, job.dropout)
     if job.split:

@@ -27,7 +27,7 @@ from whale.distributed.ranks import Ranks
 from whale.emulation.links import AllReduceClock, EmulatedTransport, NetworkCards
 from whale.emulation.memory import Memory
 from whale.emulation.pace import Pace, stretch_factor, wake_up_on_time
-from whale.emulation.settings import Settings, free_memory_bytes
+from whale.emulation.settings import EmulationSettings, free_memory_bytes
 from whale.emulation.stub import Stub, batch_of, make_stub
 from whale.emulation.timeline import Recorder
 from whale.planning.join import joined_figures
@@ -53,7 +53,7 @@ STATE_PER_WEIGHT = 2
 
 def platform_of_this_job(ranks: Ranks) -> Platform:
     """Emulated devices under `whale run --emulate`, else the real ones."""
-    settings = Settings.of_this_job()
+    settings = EmulationSettings.of_this_job()
     return Platform(ranks) if settings is None else EmulatedPlatform(ranks, settings)
 
 
@@ -75,7 +75,7 @@ class EmulatedPlatform(Platform):
 
     updates_during_step = False  # updates are not emulated: they take their own time at the end
 
-    def __init__(self, ranks: Ranks, settings: Settings) -> None:
+    def __init__(self, ranks: Ranks, settings: EmulationSettings) -> None:
         super().__init__(ranks)
         self._settings = settings
         self.stub: Stub | None = None
@@ -168,8 +168,8 @@ class EmulatedPlatform(Platform):
         return found
 
     def _place_weights(self, own_stages: Sequence[int], bucket_bytes: int) -> Memory:
-        """The memory of this rank with the weights in it; all ranks refuse together where they do not
-        fit.
+        """The memory of this rank with the weights in it; all ranks refuse together where they do
+        not fit.
         """
         times = self.times.of_rank(self.ranks.rank)
         figures = times.figures.on(self.ranks.rank)

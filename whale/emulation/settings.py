@@ -13,7 +13,7 @@ from whale.cluster.cluster import Cluster
 from whale.units import human_bytes
 
 EMULATE_VARIABLE = "WHALE_EMULATE"
-"""environment variable of the ranks of an emulated job: `Settings` as JSON"""
+"""environment variable of the ranks of an emulated job: `EmulationSettings` as JSON"""
 RANK_BYTES = 300 * 10**6
 """memory of one rank of a small job that it shares with no other: measured for torch and Whale
 after some steps with stub chunks
@@ -21,7 +21,7 @@ after some steps with stub chunks
 
 
 @dataclass(frozen=True)
-class Settings:
+class EmulationSettings:
     """One emulated job."""
 
     cluster: str
@@ -43,10 +43,10 @@ class Settings:
         hide_accelerators()
 
     @staticmethod
-    def of_this_job() -> Settings | None:
+    def of_this_job() -> EmulationSettings | None:
         """The settings of an emulated job; None where the devices are real."""
         text = os.environ.get(EMULATE_VARIABLE)
-        return Settings(**json.loads(text)) if text else None
+        return EmulationSettings(**json.loads(text)) if text else None
 
 
 def prepare(
@@ -74,7 +74,7 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("rank_*.json"):
         old.unlink()
-    Settings(str(file.absolute()), str(folder.absolute()), stub, stretch).pass_on()
+    EmulationSettings(str(file.absolute()), str(folder.absolute()), stub, stretch).pass_on()
     return cluster.num_devices
 
 

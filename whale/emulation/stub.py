@@ -151,7 +151,7 @@ def _flows(plan: Plan, segments: Sequence[Segment]) -> list[_Flow]:
         else:
             raise ValueError(
                 f"stub chunks cannot stand for this plan: {value} crosses between stages of model "
-                "replicas in which different operations are computed again. Try: without --stub"
+                "replicas in which different operations are recomputed. Try: without --stub"
             )
     return found
 

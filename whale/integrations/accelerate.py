@@ -41,8 +41,8 @@ def prepare(
     sample: Any = None,
     whale: Config | Mapping[str, Any] | None = None,
 ) -> Any:
-    """What `accelerator.prepare` gives for these objects, in their order, with the model spread over
-    all ranks.
+    """What `accelerator.prepare` gives for these objects, in their order, with the model spread
+    over all ranks.
 
     `loss(output, batch)`: for a model whose forward gives no loss; the prepared model then takes
     whole batches and gives the loss. `sample`: a batch to capture the model with; default: one in

@@ -50,7 +50,7 @@ class Remade:
         return self._with([[own[n] for n in names if n in own] for names, _ in self._groups])
 
     def without_parameters(self) -> torch.optim.Optimizer:
-        """For a rank that trains nothing: schedulers still need the groups."""
+        """The optimizer of a rank that trains nothing: schedulers still need the groups."""
         return self._with([[] for _ in self._groups])
 
     def _with(self, parameters: list[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:

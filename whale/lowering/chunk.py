@@ -32,7 +32,7 @@ _RESIDENCE = "residence"  # attribute of the chunk that brings weights which are
 
 
 @dataclass(frozen=True)
-class Value:
+class CrossingValue:
     """A tensor that crosses between stages."""
 
     index: int
@@ -45,7 +45,7 @@ class Value:
     """with the batch symbol, and those of lengths until `at` puts numbers there"""
     symbol: sympy.Symbol
 
-    def at(self, numbers: Numbers) -> Value:
+    def at(self, numbers: Numbers) -> CrossingValue:
         """The value in a batch of these lengths."""
         known = {symbol: sympy.Integer(number) for symbol, number in numbers.items()}
         shape: list[Size] = []
@@ -69,11 +69,11 @@ class Chunk:
     stage: int
     module_for: Callable[[int], GraphModule]
     """what runs so many samples"""
-    received: tuple[Value, ...]
+    received: tuple[CrossingValue, ...]
     """first arguments of the module"""
     inputs: tuple[int, ...]
     """then these placeholders of the graph: batch tensors, then whole-mini-batch values"""
-    sent: tuple[Value, ...]
+    sent: tuple[CrossingValue, ...]
     """first results of the module"""
     num_outputs: int
     """then the results the user asked for (evaluation)"""
@@ -134,14 +134,14 @@ class _Objects:
         )
 
 
-def crossing_values(captured: CapturedGraph, assignment: Assignment) -> dict[Node, Value]:
+def crossing_values(captured: CapturedGraph, assignment: Assignment) -> dict[Node, CrossingValue]:
     """Every value that crosses, numbered in graph order, the same on all ranks."""
     nodes = sorted({node for node, _, _ in assignment.crossings})
     values = {}
     for index, node in enumerate(nodes):
         fake = node.meta["val"]
         dim = batch_dim(node, captured.batch_symbol)
-        values[node] = Value(
+        values[node] = CrossingValue(
             index,
             node.name,
             fake.dtype,

@@ -25,7 +25,13 @@ from torch import Tensor
 
 from whale.devices import backend_of
 from whale.dtypes import as_bytes, as_moved, in_memory, is_differentiable
-from whale.sharding.redistribution_steps import Block, Ranges, Redistribution, Step, in_order
+from whale.sharding.redistribution_steps import (
+    MovedBlock,
+    Ranges,
+    Redistribution,
+    RedistributionStep,
+    in_order,
+)
 
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
 """places of the grid, in order -> process group of their ranks, in the same order"""
@@ -41,8 +47,8 @@ class Arriving(Protocol):
 Exchange = Callable[
     [Sequence[Tensor], Sequence[Tensor], "dist.ProcessGroup | None"], "Arriving | None"
 ]
-"""sends a flat part to each member of a group and takes one of each, through memory, without waiting;
-None where memory does not reach all of them
+"""sends a flat part to each member of a group and takes one of each, through memory, without
+waiting; None where memory does not reach all of them
 """
 
 
@@ -101,7 +107,7 @@ def _fresh(result: Tensor, x: Tensor) -> Tensor:
     return result.view_as(result) if result is x else result
 
 
-def run(x: Tensor, steps: Sequence[Step], groups: Groups) -> Tensor:
+def run(x: Tensor, steps: Sequence[RedistributionStep], groups: Groups) -> Tensor:
     """The steps one after the other, without history."""
     for step in steps:
         x = start(x, step, groups).wait()
@@ -109,12 +115,12 @@ def run(x: Tensor, steps: Sequence[Step], groups: Groups) -> Tensor:
 
 
 @dataclass
-class Pending:
+class PendingExchange:
     """An exchange under way. `wait` gives the result; nothing that was handed to `start` may change
     before.
     """
 
-    step: Step
+    step: RedistributionStep
     x: Tensor
     work: list[Arriving]
     parts: dict[int, Tensor]
@@ -136,12 +142,12 @@ class Pending:
         return _put_together(self.step, self.x, self.parts)
 
 
-def start(x: Tensor, step: Step, groups: Groups) -> Pending:
+def start(x: Tensor, step: RedistributionStep, groups: Groups) -> PendingExchange:
     """Begins to send what this place has to send and to receive what comes, into buffers that are
     allocated here. All places of `step.places` call it in the same order.
     """
     if not step.places:
-        return Pending(step, x, [], {}, result=_local(x, step))
+        return PendingExchange(step, x, [], {}, result=_local(x, step))
     x = in_memory(x)
     group = groups[step.places]
     sent.num_bytes += step.num_sent * x.element_size()
@@ -159,11 +165,13 @@ def start(x: Tensor, step: Step, groups: Groups) -> Pending:
     return _start_all_to_all(x, step, group, groups.exchange if reaches else None)  # type: ignore[attr-defined]
 
 
-def _start_even(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pending:
+def _start_even(
+    x: Tensor, step: RedistributionStep, group: dist.ProcessGroup | None
+) -> PendingExchange:
     """One even collective, where the backend has fast ones."""
     if step.pattern == "all-reduce":
         total = x.clone(memory_format=torch.contiguous_format)
-        return Pending(
+        return PendingExchange(
             step, x, [_must(dist.all_reduce(total, group=group, async_op=True))], {}, result=total
         )
     if step.pattern == "reduce-scatter":
@@ -173,22 +181,27 @@ def _start_even(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pendi
         if x.is_complex():  # a sum of complex numbers is that of their real and imaginary parts
             into, what = (torch.view_as_real(part).view(-1) for part in (into, what))
         work = dist.reduce_scatter_single(into, what, group=group, async_op=True)
-        return Pending(step, x, [_must(work)], {}, result=result, outgoing=[outgoing])
+        return PendingExchange(step, x, [_must(work)], {}, result=result, outgoing=[outgoing])
     flat = x.contiguous().view(-1)
     received = x.new_empty(flat.numel() * len(step.places))
     work = _must(
         dist.all_gather_single(as_bytes(received), as_bytes(flat), group=group, async_op=True)
     )
     if step.is_in_order:
-        return Pending(step, x, [work], {}, result=received.view(step.shape), outgoing=[flat])
-    return Pending(
+        return PendingExchange(
+            step, x, [work], {}, result=received.view(step.shape), outgoing=[flat]
+        )
+    return PendingExchange(
         step, x, [work], dict(zip(step.places, received.split(flat.numel()))), outgoing=[flat]
     )
 
 
 def _start_all_to_all(
-    x: Tensor, step: Step, group: dist.ProcessGroup | None, through_memory: Exchange | None = None
-) -> Pending:
+    x: Tensor,
+    step: RedistributionStep,
+    group: dist.ProcessGroup | None,
+    through_memory: Exchange | None = None,
+) -> PendingExchange:
     """One message to everyone."""
     outgoing = _packed(x, step.leaving, step.leaves_in_order)
     arriving, leaving = step.sizes
@@ -206,7 +219,7 @@ def _start_all_to_all(
                 as_bytes(received), as_bytes(outgoing), to_me, to_others, group=group, async_op=True
             )
         )
-    pending = Pending(step, x, [work], {}, outgoing=[outgoing])
+    pending = PendingExchange(step, x, [work], {}, outgoing=[outgoing])
     if result is not None:
         _keep_own(x, step, result)
         pending.result = result
@@ -219,12 +232,14 @@ def _start_all_to_all(
     return pending
 
 
-def _start_peer_to_peer(x: Tensor, step: Step, group: dist.ProcessGroup | None) -> Pending:
+def _start_peer_to_peer(
+    x: Tensor, step: RedistributionStep, group: dist.ProcessGroup | None
+) -> PendingExchange:
     """A message to each peer: straight out of x and straight into the result where the part is
     contiguous there.
     """
     x = x.contiguous()
-    pending = Pending(step, x, [], {})
+    pending = PendingExchange(step, x, [], {})
     result = x.new_empty(step.shape) if step.is_made_of_runs else None
     position = {place: index for index, place in enumerate(step.places)}
     for term in step.terms:
@@ -270,13 +285,13 @@ def _start_peer_to_peer(x: Tensor, step: Step, group: dist.ProcessGroup | None) 
     return pending
 
 
-def _received_part(result: Tensor, step: Step) -> Tensor:
+def _received_part(result: Tensor, step: RedistributionStep) -> Tensor:
     """The part of the result that the other one of two places sends, flat."""
     others = [block for block in step.terms[0] if block.place != step.place]
     return _part(result, others[0].ranges).view(-1) if others else result.new_empty(0)
 
 
-def _keep_own(x: Tensor, step: Step, result: Tensor) -> None:
+def _keep_own(x: Tensor, step: RedistributionStep, result: Tensor) -> None:
     """Puts what this place keeps into a result that the others write their parts into."""
     if step.own is not None:
         here, there = step.own
@@ -292,14 +307,14 @@ def _must(work: dist.Work | None) -> dist.Work:
 # -------------------------------------------------------------------------------------------------
 
 
-def _local(x: Tensor, step: Step) -> Tensor:
+def _local(x: Tensor, step: RedistributionStep) -> Tensor:
     """A step without messages: slice, pad with zeros, or mask."""
     if step.is_filled and step.own is not None:
         return _gathered(x, step.own[0]).contiguous()
     return _put_together(step, x, {})
 
 
-def _put_together(step: Step, x: Tensor, parts: Mapping[int, Tensor]) -> Tensor:
+def _put_together(step: RedistributionStep, x: Tensor, parts: Mapping[int, Tensor]) -> Tensor:
     """The result from what arrived and what this place had: terms are added in order, more than two
     of them in float32 at least.
     """
@@ -324,7 +339,7 @@ def _put_together(step: Step, x: Tensor, parts: Mapping[int, Tensor]) -> Tensor:
     return result.to(x.dtype)
 
 
-def _gathered(x: Tensor, block: Block) -> Tensor:
+def _gathered(x: Tensor, block: MovedBlock) -> Tensor:
     """The product of the block's ranges as one tensor: a view where every dim has one range."""
     for dim, ranges in enumerate(block.ranges):
         if ranges != ((0, x.shape[dim]),):
@@ -333,7 +348,7 @@ def _gathered(x: Tensor, block: Block) -> Tensor:
     return x
 
 
-def _pieces(block: Block, value: Tensor) -> list[tuple[Ranges, Tensor]]:
+def _pieces(block: MovedBlock, value: Tensor) -> list[tuple[Ranges, Tensor]]:
     """A block of several ranges as parts with one range for each dim, each with its piece of the
     value.
     """
@@ -356,7 +371,7 @@ def _part(x: Tensor, ranges: Ranges) -> Tensor:
     return x
 
 
-def _packed(x: Tensor, blocks: Sequence[Block], is_in_order: bool) -> Tensor:
+def _packed(x: Tensor, blocks: Sequence[MovedBlock], is_in_order: bool) -> Tensor:
     """All blocks one after the other, flat: x itself where they already lie so."""
     if is_in_order:
         return x.contiguous().view(-1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from whale.lowering.chunk import Value
+from whale.lowering.chunk import CrossingValue
 from whale.planning.planner import Assignment
 from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
@@ -24,10 +24,10 @@ from whale.scheduling.queues import Transfer
 
 
 @dataclass(frozen=True)
-class Part:
+class MessagePart:
     """A slice of one value between this rank and another."""
 
-    value: Value
+    value: CrossingValue
     peer: int
     """the other rank"""
     start: int
@@ -41,11 +41,11 @@ class Part:
 class Bridges:
     """All parts of one rank, for one size of the mini-batch."""
 
-    sending: Mapping[tuple[int, int, int], tuple[Part, ...]]
+    sending: Mapping[tuple[int, int, int], tuple[MessagePart, ...]]
     """(source stage, destination stage, micro-batch) -> parts of the activations that this rank, in
     the source, sends
     """
-    receiving: Mapping[tuple[int, int, int], tuple[Part, ...]]
+    receiving: Mapping[tuple[int, int, int], tuple[MessagePart, ...]]
     """the same for a rank in the destination"""
     number_of_edge: Mapping[tuple[int, int], int]
     """(source stage, destination stage) -> its place among all edges between the same two
@@ -54,15 +54,19 @@ class Bridges:
 
 
 def build_bridges(
-    plan: Plan, assignment: Assignment, values: Mapping[Node, Value], samples: SampleMap, rank: int
+    plan: Plan,
+    assignment: Assignment,
+    values: Mapping[Node, CrossingValue],
+    samples: SampleMap,
+    rank: int,
 ) -> Bridges:
     """Parts of every message that this rank takes part in; stages on the same VirtualDevice hand
     over locally.
     """
     device, replica, place = plan.place_of_rank(rank)
     device_of_stage = [stage.virtual_device for stage in plan.stages]
-    sending: dict[tuple[int, int, int], list[Part]] = {}
-    receiving: dict[tuple[int, int, int], list[Part]] = {}
+    sending: dict[tuple[int, int, int], list[MessagePart]] = {}
+    receiving: dict[tuple[int, int, int], list[MessagePart]] = {}
     for node, source, destination in assignment.crossings:
         here = device_of_stage[source]
         there = device_of_stage[destination]
@@ -93,7 +97,7 @@ def build_bridges(
     )
 
 
-def parts_of_action(bridges: Bridges, action: Action) -> tuple[Part, ...]:
+def parts_of_action(bridges: Bridges, action: Action) -> tuple[MessagePart, ...]:
     """What a send or receive of this rank carries, to or from all its peers."""
     is_receive = action.kind is Kind.RECEIVE
     if action.gradient:  # the gradient takes the way of its value backwards
@@ -134,7 +138,7 @@ def _numbers(
 
 
 def _slices(
-    value: Value, samples: SampleMap, micro_batch: int, replica: int, here: int, there: int
+    value: CrossingValue, samples: SampleMap, micro_batch: int, replica: int, here: int, there: int
 ) -> list[tuple[int, int, int, int]]:
     """(place of the sender, place of the receiver, first sample, end) of everything that
     must move.
@@ -152,6 +156,8 @@ def _slices(
     ]
 
 
-def _part(value: Value, peer: int, start: int, stop: int, own: tuple[int, int]) -> Part:
+def _part(
+    value: CrossingValue, peer: int, start: int, stop: int, own: tuple[int, int]
+) -> MessagePart:
     is_all = value.batch_dim is None or (start, stop) == own
-    return Part(value, peer, start - own[0], stop - start, is_all)
+    return MessagePart(value, peer, start - own[0], stop - start, is_all)

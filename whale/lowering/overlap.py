@@ -51,7 +51,7 @@ class Underway:
         self.way: Under | None = None
         self.token: Tensor | None = None
         """carries the history from one half to the other"""
-        self.gathered: Gathered | None = None
+        self.gathered: RepeatedGather | None = None
         """where the result is not to be saved for backward"""
 
 
@@ -67,7 +67,9 @@ class Begin(nn.Module):
     def forward(self, x: Tensor) -> Underway:
         underway = Underway(self.plan, self.groups)
         underway.gathered = (
-            Gathered(x, self.plan, self.groups) if self.again and torch.is_grad_enabled() else None
+            RepeatedGather(x, self.plan, self.groups)
+            if self.again and torch.is_grad_enabled()
+            else None
         )
         underway.token = _Begin.apply(x, underway)  # type: ignore[no-untyped-call]
         return underway
@@ -139,7 +141,7 @@ class ShardedLinear(nn.Module):
 # All devices run the same operations in the same order, so they also gather again in that order.
 
 
-class Gathered:
+class RepeatedGather:
     """One gather that can be repeated."""
 
     def __init__(self, source: Tensor, plan: Redistribution, groups: Groups) -> None:
@@ -165,7 +167,7 @@ class Gathered:
 class _Note:
     """A part of a gathered tensor, as a view of its memory."""
 
-    gathered: Gathered
+    gathered: RepeatedGather
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -176,14 +178,14 @@ class _Note:
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
 
 
-class Watch:
+class GatherWatch:
     """What was gathered in one forward of a chunk, by address."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[Tensor], Gathered]] = {}
+        self._found: dict[int, tuple[weakref.ref[Tensor], RepeatedGather]] = {}
         self.hooks = saved_tensors_hooks(self._keep, self._bring_back)
 
-    def add(self, result: Tensor, gathered: Gathered) -> None:
+    def add(self, result: Tensor, gathered: RepeatedGather) -> None:
         self._found[result.untyped_storage().data_ptr()] = weakref.ref(result), gathered
 
     def _keep(self, tensor: Tensor) -> Any:
@@ -206,22 +208,22 @@ class Watch:
         return kept.tensor() if isinstance(kept, _Note) else kept
 
 
-_open: list[Watch] = []
+_open: list[GatherWatch] = []
 
 
-def begin_watching() -> Watch:
-    watch = Watch()
+def begin_watching() -> GatherWatch:
+    watch = GatherWatch()
     watch.hooks.__enter__()
     _open.append(watch)
     return watch
 
 
-def end_watching(watch: Watch) -> None:
+def end_watching(watch: GatherWatch) -> None:
     _open.pop()
     watch.hooks.__exit__()
 
 
-def note_gathered(result: Tensor, gathered: Gathered) -> None:
+def note_gathered(result: Tensor, gathered: RepeatedGather) -> None:
     """Called with what a gather gave, while it is watched."""
     if _open:
         _open[-1].add(result, gathered)

@@ -20,7 +20,7 @@ from whale.capture.lengths import Numbers
 from whale.capture.prepare import CapturedModel
 from whale.devices import LocalDevice
 from whale.lowering.blocks import BlockWeights
-from whale.lowering.chunk import Chunk, Surroundings, Value, build_chunk, crossing_values
+from whale.lowering.chunk import Chunk, CrossingValue, Surroundings, build_chunk, crossing_values
 from whale.lowering.communication import RealCommunication
 from whale.lowering.inputs import BatchInputs
 from whale.lowering.messages import Bridges, build_bridges, transfers_of
@@ -74,7 +74,7 @@ class TemplateGraph:
     plan: Plan
     """of these replicas"""
     assignment: Assignment
-    values: dict[Node, Value]
+    values: dict[Node, CrossingValue]
 
     def at(self, numbers: Numbers) -> TemplateGraph:
         """The same for batches of these lengths."""
@@ -133,7 +133,7 @@ class Lowered:
     """in these replicas"""
     prepared: CapturedModel
     chunks: dict[int, Chunk]
-    values: dict[Node, Value]
+    values: dict[Node, CrossingValue]
     ranks: Ranks
     graphs: tuple[TemplateGraph, ...]
     """the graph in the replicas of every template"""
@@ -224,8 +224,8 @@ class Lowered:
     def _gives_rows(self) -> bool | None:
         """Whether this rank is one of those that give every sample once, where all ranks put the
         rows of a mini-batch together: those of the first stage of each replica that reads the
-        batch, and on a grid, which has all rows on every place, the first of it. None where replicas
-        are alike, and put rows together stage by stage.
+        batch, and on a grid, which has all rows on every place, the first of it. None where
+        replicas are alike, and put rows together stage by stage.
         """
         if len(self.graphs) == 1:
             return None

@@ -119,8 +119,8 @@ def product(x: Tensor, weight: Tensor, experts: Tensor, transposed: bool) -> Ten
 
 
 def find_route(experts: Tensor, around: Experts) -> Route:
-    """All devices of the subgroup exchange how many tokens they have for each expert. The host waits
-    for these numbers: it launches an exchange of so many rows.
+    """All devices of the subgroup exchange how many tokens they have for each expert. The host
+    waits for these numbers: it launches an exchange of so many rows.
     """
     device = device_of(experts.device)
     counts = torch.bincount(experts, minlength=around.num_experts)

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from whale.devices import backend_of
 from whale.dtypes import in_memory
-from whale.lowering.exchange import Groups, Pending, run, sent, start
+from whale.lowering.exchange import Groups, PendingExchange, run, sent, start
 from whale.lowering.subgroups import Subgroup
-from whale.sharding.redistribution_steps import Redistribution, Step
+from whale.sharding.redistribution_steps import Redistribution, RedistributionStep
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class LinearPlan:
 class Under:
     """An exchange of some steps under way: the first step travels, the others follow in `wait`."""
 
-    def __init__(self, x: Tensor, steps: Sequence[Step], groups: Groups) -> None:
+    def __init__(self, x: Tensor, steps: Sequence[RedistributionStep], groups: Groups) -> None:
         self.rest = steps[1:]
         self.groups = groups
         self.x = x
-        self.first: Pending | None = start(x, steps[0], groups) if steps else None
+        self.first: PendingExchange | None = start(x, steps[0], groups) if steps else None
 
     def wait(self) -> Tensor:
         first = self.first
@@ -154,7 +154,9 @@ class _ShardedLinear(torch.autograd.Function):
 class _Chunks:
     """Line (2): all gathers are under way; they arrive in order."""
 
-    def __init__(self, x: Tensor, step: Step, groups: Groups, num_chunks: int) -> None:
+    def __init__(
+        self, x: Tensor, step: RedistributionStep, groups: Groups, num_chunks: int
+    ) -> None:
         self.num_devices = len(step.places)
         self.x = x
         self.shape = step.shape

@@ -250,6 +250,10 @@ def group_norm(op: Operation) -> Dims | None:
 # --------------------------------------------------------------------------------------------------
 # work
 
+add_rows(
+    "linear addmm mm bmm matmul baddbmm einsum embedding _grouped_mm grouped_mm_fallback expert_mm",
+    weighted=True,
+)
 add_rows("linear", flop=flops.linear)
 add_rows("matmul mv dot inner expert_mm", flop=flops.matmul)
 add_rows("addmv addbmm", flop=flops.added_matmul)

@@ -128,6 +128,11 @@ class Row:
     layer: bool = False
     """the split backward puts off the gradient of the second factor, the weight; the first one is
     saved until then"""
+    timed_as: str | None = None
+    """measured operation whose time it is taken to need (`costs/measured.py`); None: its own, or
+    that of moving bytes"""
+    weighted: bool = False
+    """a product whose weights the axes x and y of a grid cut"""
     random: tuple[str | None, str | None] | None = None
     """draws random numbers if the first argument (a probability) is above zero and the second one
     (whether the model trains) is true, None in place of either: always; no pair at all: as torch

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 # these modules register their rows when they are imported
-from whale.operations import products, reductions, views  # noqa: F401
+from whale.operations import products, reductions, timed, views  # noqa: F401
 from whale.operations.elementwise import dropout, pointwise
 from whale.operations.nodes import named_args, op_name
 from whale.operations.row import TABLE, Row, not_linear
@@ -39,6 +39,14 @@ AFFINE = frozenset(name for name, each in TABLE.items() if each.affine is not no
 """operations that may add something to a sum over the samples, which must count once"""
 LAYERS = frozenset(name for name, each in TABLE.items() if each.layer)
 FREE = frozenset(name for name, each in TABLE.items() if each.free)
+
+
+def timed_as(name: str) -> str | None:
+    """The measured operation whose time an operation is taken to need, where one does about the
+    same to memory.
+    """
+    known = TABLE.get(name)
+    return known.timed_as if known is not None else None
 
 
 def row_of(node: Node) -> Row:

@@ -142,8 +142,8 @@ def refuse_unless_it_fits(
     recompute_fits: Callable[[], bool],
     but: str,
 ) -> None:
-    """Raises `DoesNotFit` with what would fit, or `NotEnoughMemory` where that is not to be seen from one
-    VirtualDevice.
+    """Raises `DoesNotFit` with what would fit, or `NotEnoughMemory` where that is not to be seen
+    from one VirtualDevice.
 
     `with_micro_batches(n)`: the same with n micro-batches, of which another number is in flight.
 

@@ -204,8 +204,8 @@ def _firsts(used: Floats, limit: Floats) -> Indices:
 
 
 def _check_memory(chain: _Chain, used: Floats, limit: Floats) -> None:
-    """Raises `NotEnoughMemory`, with numbers, when no cut keeps within memory: found by taking as much as
-    fits on each stage in turn.
+    """Raises `NotEnoughMemory`, with numbers, when no cut keeps within memory: found by taking as
+    much as fits on each stage in turn.
     """
     if _fits(chain, np.inf):
         return

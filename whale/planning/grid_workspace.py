@@ -40,7 +40,7 @@ from whale.sharding.space import Space, layout_of
 
 
 @dataclass(frozen=True)
-class Change:
+class ValueExchange:
     """An exchange of one value, on the device that has most of it."""
 
     before: Bytes
@@ -114,7 +114,7 @@ class OnDevice:
             value, {axis: option.inputs[slot] for axis, option in self.chosen[node].items()}
         )
 
-    def _changes(self) -> dict[int, list[Change]]:
+    def _changes(self) -> dict[int, list[ValueExchange]]:
         """Exchanges of each operation that is the first to read their result; those of the results
         of the stage stand behind all operations.
         """
@@ -138,7 +138,7 @@ class OnDevice:
             for key, (_, node, slot) in found.items()
             if self._is_fused(key, node, slot) and num_readers[key] == 1
         }
-        changes: dict[int, list[Change]] = {}
+        changes: dict[int, list[ValueExchange]] = {}
         for (value, target), (index, reader, _) in found.items():
             is_fused = reader in fused and num_readers[value, target] == 1
             changes.setdefault(index, []).append(self._change(value, target, is_fused))
@@ -155,7 +155,7 @@ class OnDevice:
             return False
         return plan_redistribution(self.lies(key[0]), key[1], self.grid, 0).sends_back
 
-    def _change(self, value: Value, target: Layout, is_fused: bool) -> Change:
+    def _change(self, value: Value, target: Layout, is_fused: bool) -> ValueExchange:
         source = self.lies(value)
         gradient = value[0] in self.space.program.gradients
         places = range(self.grid.num_devices) if self.grid.work or self.grid.memory else (0,)
@@ -163,7 +163,7 @@ class OnDevice:
             plan_redistribution(source, target, self.grid, place, backward=gradient)
             for place in places
         ]
-        return Change(
+        return ValueExchange(
             before=self.size(value, source.largest_count(self.grid))
             if value[0].op == "call_function"
             else NOTHING,

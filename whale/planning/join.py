@@ -37,8 +37,8 @@ def join(
     ranks: Sequence[Sequence[int]],
     decisions: Sequence[Decision],
 ) -> Plan:
-    """The plan in which the devices of `plans[i]` are `ranks[i]` of the job; ranks that none of them
-    has take no part. `decisions` stand before those of the plans.
+    """The plan in which the devices of `plans[i]` are `ranks[i]` of the job; ranks that none of
+    them has take no part. `decisions` stand before those of the plans.
     """
     templates: list[ReplicaTemplate] = []
     task_graphs: list[TaskGraph] = []

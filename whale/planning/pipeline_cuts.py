@@ -85,8 +85,8 @@ class PipelineCuts:
         return TaskGraphs({}, strategies, ("a part of the model",) * number, "")
 
     def each(self) -> Iterator[tuple[TaskGraphs, str]]:
-        """Gives (TaskGraphs, reason), each for less memory than the one before; raises `NotEnoughMemory`
-        where none fits.
+        """Gives (TaskGraphs, reason), each for less memory than the one before; raises
+        `NotEnoughMemory` where none fits.
         """
         if self.annotated is not None:
             yield self.annotated, self.annotated.reason

@@ -143,42 +143,49 @@ def figures_of(
         )
         stages.append(on_grids.stages[index](figures) if index in on_grids.stages else figures)
     states = states_of(workload.captured, holders, on_grids.weights)
-    own_stages = [
-        [stage for stage, members in enumerate(ranks) if rank in members]
-        for rank in range(cluster.num_devices)
-    ]
-    known: dict[tuple[tuple[int, ...], DeviceKind], float] = {}
-    for device, own in zip(cluster.devices, own_stages, strict=True):
-        held = [state for state in states if set(state.stages) & set(own)]
-        trained = sum(state.trained_bytes for state in held)
-        shared = sum(
-            state.trained_bytes
-            for state in held
-            if any(len(group) > 1 for group in state.groups(ranks.__getitem__))
-        )
-        number = sum(len(workload.trained_bytes(assignment.slices[stage])) for stage in own)
-        known[tuple(own), device.kind] = update_seconds(
-            trained,
-            shared,
-            number,
-            workload.optimizer_ratio,
-            device.kind,
-            workload.update_work,
-        )
     return Figures(
         stages=tuple(stages),
         states=states,
         network=cluster.network,
-        update_s=tuple(
-            known[tuple(own), device.kind]
-            for device, own in zip(cluster.devices, own_stages, strict=True)
-        ),
+        update_s=_update_seconds_of_ranks(workload, assignment, cluster, ranks, states),
         memory_bytes=tuple(device.kind.memory_bytes for device in cluster.devices),
         optimizer_ratio=workload.optimizer_ratio,
         batch_bytes=workload.batch_bytes,
         overlaps=not any(device.kind.is_cpu for device in cluster.devices),
         update_work=workload.update_work,
     )
+
+
+def _update_seconds_of_ranks(
+    workload: Workload,
+    assignment: Assignment,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    states: Sequence[StateFigures],
+) -> tuple[float, ...]:
+    """Seconds that the update takes on every rank. Ranks of one kind with the same stages take the
+    same.
+    """
+    known: dict[tuple[tuple[int, ...], DeviceKind], float] = {}
+    found = []
+    for rank, device in enumerate(cluster.devices):
+        own = tuple(stage for stage, members in enumerate(ranks) if rank in members)
+        if (own, device.kind) not in known:
+            held = [state for state in states if set(state.stages) & set(own)]
+            shared = 0
+            for state in held:
+                if any(len(group) > 1 for group in state.groups(ranks.__getitem__)):
+                    shared += state.trained_bytes
+            known[own, device.kind] = update_seconds(
+                sum(state.trained_bytes for state in held),
+                shared,
+                sum(len(workload.trained_bytes(assignment.slices[stage])) for stage in own),
+                workload.optimizer_ratio,
+                device.kind,
+                workload.update_work,
+            )
+        found.append(known[own, device.kind])
+    return tuple(found)
 
 
 def all_reduces_inside(

@@ -95,11 +95,11 @@ def product_dtype(config: Config, cluster: Cluster, float32_precision: str) -> s
 
 
 def precision_decision(problem: Problem) -> Decision | None:
-    """What the plan says of float32 products; None where torch was told nothing."""
-    told = problem.float32_precision
-    if told == "highest" or problem.config.dtype != "fp32":
+    """What the plan says of float32 products; None where torch has its default."""
+    precision = problem.float32_precision
+    if precision == "highest" or problem.config.dtype != "fp32":
         return None
-    why = f'torch.get_float32_matmul_precision() is "{told}"'
+    why = f'torch.get_float32_matmul_precision() is "{precision}"'
     if problem.dtype == "tf32":
         return Decision("float32 products", "TF32", why)
     without = next(device for device in problem.cluster.devices if not device.kind.has_tf32)

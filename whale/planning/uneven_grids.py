@@ -56,7 +56,7 @@ class CutDim:
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class GridArrangement:
     """Devices on a grid."""
 
     order: tuple[int, ...]
@@ -158,7 +158,7 @@ def arrangements(
     speeds: Sequence[float],
     cuts: Mapping[str, Sequence[CutDim]],
     memory: Sequence[float] | None = None,
-) -> list[Arrangement]:
+) -> list[GridArrangement]:
     """The best weights for each order that is worth a try: which order is best depends on the links
     between the devices, too. `memory`: bytes that each device has for stored shards.
     """
@@ -167,13 +167,15 @@ def arrangements(
         raise ValueError(
             f"a grid {even.name} needs {even.num_devices} speeds above 0, not {list(speeds)}"
         )
-    found: dict[tuple[int, ...], Arrangement] = {}
+    found: dict[tuple[int, ...], GridArrangement] = {}
     for name, order in _orders(even, speeds):
         if order not in found:
             work, time = _weights(even, [speeds[device] for device in order], cuts)
             stored = {} if memory is None else _stored(even, [memory[device] for device in order])
             grid = Grid(*shape, work=work, memory=stored)
-            found[order] = Arrangement(order, grid, time, _reason(name, grid, time * sum(speeds)))
+            found[order] = GridArrangement(
+                order, grid, time, _reason(name, grid, time * sum(speeds))
+            )
     return list(found.values())
 
 

@@ -82,8 +82,8 @@ class Workload:
     mini-batch, straight between
     """
     mini_batch_size: int = 0
-    """samples of the whole mini-batch, where the devices of other model replicas do some of them; 0:
-    as `batch_size`
+    """samples of the whole mini-batch, where the devices of other model replicas do some of them;
+    0: as `batch_size`
     """
     update_work: UpdateWork | None = None
     """what an update of the user's optimizer launches; None: not known"""

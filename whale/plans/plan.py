@@ -116,7 +116,7 @@ class Plan:
 
     @cached_property
     def by_template(self) -> tuple[Plan, ...]:
-        """For each template the plan of its replicas alone; of a uniform plan itself."""
+        """The plan of the replicas of each template alone; a uniform plan itself."""
         from whale.plans.templates import views
 
         return (self,) if self.is_uniform else views(self)

@@ -19,8 +19,8 @@ class DeviceMemory:
     fixed_bytes: int
     """activations that do not depend on the samples, of all micro-batches in flight"""
     sample_bytes: float
-    """activations for each sample of a micro-batch, of all micro-batches in flight, and the workspace for
-    one of them
+    """activations for each sample of a micro-batch, of all micro-batches in flight, and the
+    workspace for one of them
     """
     capacity_bytes: int
     """0: not known"""

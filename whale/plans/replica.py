@@ -1,5 +1,5 @@
-"""What one model replica runs: its TaskGraphs, stages, the values that cross between them, who holds
-which tensor, its schedule and its samples. Parts of a `Plan`.
+"""What one model replica runs: its TaskGraphs, stages, the values that cross between them, who
+holds which tensor, its schedule and its samples. Parts of a `Plan`.
 """
 
 from __future__ import annotations

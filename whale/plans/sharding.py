@@ -60,7 +60,9 @@ class Sharding:
     replicated: tuple[str, ...] = ()
     """operations that every device does whole, though they have work: no rule fits them"""
     seconds: float = 0.0
-    """predicted: forward and backward of one micro-batch, and its share of the all-reduces of gradients"""
+    """predicted: forward and backward of one micro-batch, and its share of the all-reduces of
+    gradients
+    """
     sum_seconds: float = 0.0
     """of these the share of the all-reduces of gradients"""
     sent_bytes: float = 0.0

@@ -5,9 +5,9 @@ Even shares of n samples over k places: sizes differ by at most one, the larger 
 
     share_i = floor(n / k) + (1 if i < n mod k else 0).                                        (1)
 
-Best shares over heterogeneous devices. Device i needs f_i + m * t_i seconds for m > 0 samples, nothing for
-none, and its memory takes at most c_i samples; each gets at least a (0, or 1 where every device
-must take part):
+Best shares over heterogeneous devices. Device i needs f_i + m * t_i seconds for m > 0 samples,
+nothing for none, and its memory takes at most c_i samples; each gets at least a (0, or 1 where
+every device must take part):
 
     minimise over integers  max_i (f_i + share_i * t_i) [share_i > 0]
     subject to  sum_i share_i = n,  a <= share_i <= c_i.                                       (2)

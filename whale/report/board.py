@@ -1,5 +1,5 @@
-"""`whale board runs/`: a page in a browser that follows runs. It listens on this machine only, reads
-files only, and needs nothing from elsewhere.
+"""`whale board runs/`: a page in a browser that follows runs. It listens on this machine only,
+reads files only, and needs nothing from elsewhere.
 
     /              the page
     /runs          all runs, as JSON

@@ -168,31 +168,7 @@ def stages_picture(plan: Plan) -> Markup:
     size = samples.micro_batches[0][1] - samples.micro_batches[0][0]
     y = 26.0
     for device in plan.virtual_devices:
-        stages = [stage for stage in plan.stages if stage.virtual_device == device.index]
-        graphs = ", ".join(
-            part.label for part in plan.task_graphs if part.virtual_device == device.index
-        )
-        drawing.box(0, y, left - 24, high, SOFT, line="#c3ccd5", radius=6, title=graphs)
-        drawing.text(
-            10,
-            y + 18,
-            f"{'stages' if len(stages) > 1 else 'stage'} "
-            f"{ranges([stage.index for stage in stages])}",
-            13,
-            bold=True,
-        )
-        layers = layers_of(stages) if len(plan.stages) > 1 else "all layers"
-        drawing.text(left - 34, y + 18, shortened(layers, 12, 220), anchor="end", fill=WEAK)
-        drawing.text(10, y + 36, shortened(graphs, 12, left - 44))
-        work = human_flop(sum(stage.forward_flop for stage in stages))
-        held = human_bytes(sum(stage.parameter_bytes for stage in stages))
-        drawing.text(
-            10,
-            y + 54,
-            shortened(f"forward {work}, parameters {held}", 11, left - 44),
-            11,
-            fill=WEAK,
-        )
+        _stages_box(drawing, plan, device.index, y, left, high)
         for replica, ranks in enumerate(device.ranks[:shown]):
             shares = [stop - start for start, stop in samples.devices(0, replica, device.index)]
             _stage_cell(
@@ -222,6 +198,25 @@ def stages_picture(plan: Plan) -> Markup:
             fill=WEAK,
         )
     return drawing.svg("TaskGraphs on devices")
+
+
+def _stages_box(
+    drawing: Drawing, plan: Plan, device: int, y: float, left: float, high: float
+) -> None:
+    """Stages and TaskGraphs of one VirtualDevice, their layers, FLOP and bytes."""
+    stages = [stage for stage in plan.stages if stage.virtual_device == device]
+    graphs = ", ".join(part.label for part in plan.task_graphs if part.virtual_device == device)
+    drawing.box(0, y, left - 24, high, SOFT, line="#c3ccd5", radius=6, title=graphs)
+    word = "stages" if len(stages) > 1 else "stage"
+    numbers = ranges([stage.index for stage in stages])
+    drawing.text(10, y + 18, f"{word} {numbers}", 13, bold=True)
+    layers = layers_of(stages) if len(plan.stages) > 1 else "all layers"
+    drawing.text(left - 34, y + 18, shortened(layers, 12, 220), anchor="end", fill=WEAK)
+    drawing.text(10, y + 36, shortened(graphs, 12, left - 44))
+    work = human_flop(sum(stage.forward_flop for stage in stages))
+    held = human_bytes(sum(stage.parameter_bytes for stage in stages))
+    text = shortened(f"forward {work}, parameters {held}", 11, left - 44)
+    drawing.text(10, y + 54, text, 11, fill=WEAK)
 
 
 def _device(plan: Plan, stage: int) -> int:

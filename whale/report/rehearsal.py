@@ -22,7 +22,7 @@ MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
-class Shares:
+class TimeShares:
     """What a device does with its time in a step, as fractions of the step."""
 
     busy: float
@@ -101,14 +101,14 @@ def read_rehearsal(folder: Path) -> Rehearsal | None:
     )
 
 
-def shares(events: Sequence[Event], step_s: float) -> Shares:
+def shares(events: Sequence[Event], step_s: float) -> TimeShares:
     """Busy with compute, waiting for others, and the rest."""
     busy = sum(end - start for name, start, end in events if name[0] in "FBIW") / step_s
     wait = (
         sum(end - start for name, start, end in events if name.startswith(("receive", ALL_REDUCE)))
         / step_s
     )
-    return Shares(busy, wait, max(0.0, 1 - busy - wait))
+    return TimeShares(busy, wait, max(0.0, 1 - busy - wait))
 
 
 def write_trace(rehearsal: Rehearsal, path: Path) -> None:

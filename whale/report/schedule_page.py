@@ -17,8 +17,8 @@ from whale.report.plan_page import Sheet
 from whale.report.svg import Drawing, render, text_width
 from whale.report.svg import legend as svg_legend
 from whale.scheduling.action import Kind
-from whale.scheduling.compare import Question, Row
-from whale.scheduling.simulate import Timeline
+from whale.scheduling.compare import Question, ScheduleRow
+from whale.scheduling.simulate import ScheduleTimes
 
 INK = "#1f2933"
 COLOURS = {
@@ -51,7 +51,7 @@ PANEL_GAP = 18
 LEGEND_HEIGHT = 26
 
 
-def table(question: Question, rows: Sequence[Row]) -> Table:
+def table(question: Question, rows: Sequence[ScheduleRow]) -> Table:
     """Bubble, lower bound of the step, how far the step is over it, and peak activations, for every
     schedule.
     """
@@ -77,7 +77,7 @@ def table(question: Question, rows: Sequence[Row]) -> Table:
 HEADINGS = ("schedule", "chunks", "step", "bubble %", "bound", "over %", "peak", "weights")
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: ScheduleRow) -> tuple[str, ...]:
     timeline = row.timeline
     over = 100 * (timeline.step_s / timeline.lower_bound_s - 1)
     return (
@@ -92,12 +92,12 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def best(rows: Sequence[Row]) -> Row:
+def best(rows: Sequence[ScheduleRow]) -> ScheduleRow:
     """The shortest step with one copy of the weights."""
     return min((row for row in rows if row.num_weights == 1), key=lambda row: row.timeline.step_s)
 
 
-def pick(rows: Sequence[Row], name: str) -> list[Row]:
+def pick(rows: Sequence[ScheduleRow], name: str) -> list[ScheduleRow]:
     """The rows whose name begins so; `best` or `all`."""
     if name == "all":
         return list(rows)
@@ -112,7 +112,7 @@ def pick(rows: Sequence[Row], name: str) -> list[Row]:
     return found
 
 
-def picture(row: Row, width: int) -> RenderableType:
+def picture(row: ScheduleRow, width: int) -> RenderableType:
     """One line for each device; an action begins with its micro-batch and continues with the sign
     of its kind.
     """
@@ -127,7 +127,7 @@ def picture(row: Row, width: int) -> RenderableType:
     return Group(*lines)
 
 
-def _columns(timeline: Timeline, device: int, columns: int) -> list[tuple[str, Kind | None]]:
+def _columns(timeline: ScheduleTimes, device: int, columns: int) -> list[tuple[str, Kind | None]]:
     """Character and kind of each column of time."""
     result: list[tuple[str, Kind | None]] = [(IDLE, None)] * columns
     scale = columns / timeline.step_s
@@ -156,7 +156,9 @@ def legend() -> Text:
     return text
 
 
-def show(question: Question, rows: Sequence[Row], drawn: Sequence[Row], console: Console) -> None:
+def show(
+    question: Question, rows: Sequence[ScheduleRow], drawn: Sequence[ScheduleRow], console: Console
+) -> None:
     """Table and pictures in the terminal."""
     console.print(table(question, rows))
     for row in drawn:
@@ -167,7 +169,7 @@ def show(question: Question, rows: Sequence[Row], drawn: Sequence[Row], console:
 # ---- SVG and HTML
 
 
-def svg(rows: Sequence[Row]) -> Markup:
+def svg(rows: Sequence[ScheduleRow]) -> Markup:
     """All these schedules one below the other on one scale of time."""
     longest = max(row.timeline.step_s for row in rows)
     kinds: set[Kind] = set()
@@ -189,7 +191,7 @@ def svg(rows: Sequence[Row]) -> Markup:
     return drawing.svg("what every device does when")
 
 
-def _panel(drawing: Drawing, row: Row, top: int, scale: float) -> None:
+def _panel(drawing: Drawing, row: ScheduleRow, top: int, scale: float) -> None:
     """One schedule; `scale`: pixels for a unit of time."""
     timeline = row.timeline
     title = (
@@ -217,7 +219,7 @@ def _panel(drawing: Drawing, row: Row, top: int, scale: float) -> None:
                 drawing.text(x + wide / 2, y + 14, number, 10, anchor="middle", fill=fill)
 
 
-def html(question: Question, rows: Sequence[Row]) -> Markup:
+def html(question: Question, rows: Sequence[ScheduleRow]) -> Markup:
     """One page without anything from elsewhere."""
     title = (
         f"{question.num_devices} devices, {question.num_micro_batch} micro-batches, "

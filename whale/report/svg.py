@@ -46,7 +46,7 @@ def shortened(text: str, size: float, width: float) -> str:
 
 
 @dataclass(frozen=True)
-class Shape:
+class SvgShape:
     """One element of an SVG."""
 
     tag: str
@@ -62,7 +62,7 @@ class Drawing:
 
     width: float
     height: float = 0.0
-    shapes: list[Shape] = field(default_factory=list)
+    shapes: list[SvgShape] = field(default_factory=list)
 
     def box(
         self,
@@ -81,7 +81,7 @@ class Drawing:
             attributes["rx"] = f"{radius:g}"
         if line != "none":
             attributes["stroke"] = line
-        self.shapes.append(Shape("rect", attributes, title))
+        self.shapes.append(SvgShape("rect", attributes, title))
         self.height = max(self.height, y + high)
 
     def text(
@@ -101,17 +101,17 @@ class Drawing:
             attributes["text-anchor"] = anchor
         if bold:
             attributes["font-weight"] = "600"
-        self.shapes.append(Shape("text", attributes, text=text))
+        self.shapes.append(SvgShape("text", attributes, text=text))
         self.height = max(self.height, y + 0.3 * size)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, colour: str = "#c3ccd5") -> None:
         look = {"stroke": colour, "stroke-width": "1"}
-        self.shapes.append(Shape("line", _numbers(x1=x1, y1=y1, x2=x2, y2=y2) | look))
+        self.shapes.append(SvgShape("line", _numbers(x1=x1, y1=y1, x2=x2, y2=y2) | look))
         self.height = max(self.height, y1, y2)
 
     def area(self, points: Sequence[tuple[float, float]], fill: str, title: str = "") -> None:
         path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
-        self.shapes.append(Shape("polygon", {"points": path, "fill": fill}, title))
+        self.shapes.append(SvgShape("polygon", {"points": path, "fill": fill}, title))
 
     def svg(self, name: str) -> Markup:
         """The whole picture; `name` is read out by screen readers."""

@@ -20,8 +20,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from whale.compat import run_backward
 from whale.distributed.transport import Arrival, Transport
-from whale.lowering.chunk import Value
+from whale.lowering.chunk import CrossingValue
 from whale.lowering.program import Program
+from whale.runtime.activations import Activations
 from whale.runtime.boundaries import Boundary, Role
 from whale.runtime.gradients import GradientSynchroniser
 from whale.runtime.messages import Receive
@@ -58,6 +59,8 @@ class Pass:
     """receives are posted at most so many actions beyond the one that is waited for next"""
     held: list[Tensor | None]
     """boundary tensors, by their slots"""
+    activations: Activations | None = None
+    """takes out what stages save for backward; None: all of it stays"""
     num_posted: int = 0
     arrivals: dict[int, tuple[list[Arrival], dict[int, Tensor]]] = field(default_factory=dict)
     """what was posted for each receive, by its number, and the tensors that come in several
@@ -73,7 +76,7 @@ class Pass:
     """by stage: micro-batches between their forward and their backward"""
 
     def post_receives(self, num_received: int = 0) -> None:
-        """As far ahead as the window says (`scheduling/queues.py`)."""
+        """Posts receives as far ahead as the window says (`scheduling/queues.py`)."""
         stop = last_posted(self.num_posted, num_received, self.window, len(self.receives))
         while self.num_posted < stop:
             self.receives[self.num_posted].post(self)
@@ -142,13 +145,16 @@ class Forward:
             torch.manual_seed(self._seed(state.given.step))
         start, stop = state.given.samples[self.micro_batch]
         tensors = state.given.tensors
-        results = self.function(
-            *received,
-            *(
-                tensors[place][start:stop] if batched else tensors[place]
-                for place, batched in self.inputs
-            ),
+        inputs = (
+            tensors[place][start:stop] if batched else tensors[place]
+            for place, batched in self.inputs
         )
+        activations = state.activations
+        if activations is not None and activations.goes_out(self.stage):
+            with activations.saving(self.visit, received):
+                results = self.function(*received, *inputs)
+        else:
+            results = self.function(*received, *inputs)
         self._keep(state, results)
 
     def _received(self, state: Pass, argument: _Argument) -> Tensor:
@@ -276,8 +282,12 @@ class Backward:
             state.products[self.visit] = self.deferred.begin()
         else:
             state.gradients.begin_backward(self.stage, self.is_last)
+        if state.activations is not None:
+            state.activations.begin_backward(self.visit)
         if roots:
             run_backward(roots, seeds)
+        if state.activations is not None:
+            state.activations.end_backward(self.visit)
         if self.deferred is None:
             state.gradients.end_backward(self.stage)
         for slot, target, local in self.returned:
@@ -327,7 +337,7 @@ def _is_idle(program: Program, action: Action) -> bool:
     return start == stop
 
 
-def _empty(program: Program, action: Action, value: Value) -> Tensor | None:
+def _empty(program: Program, action: Action, value: CrossingValue) -> Tensor | None:
     start, stop = program.edges[action.micro_batch]
     if start < stop or value.batch_dim is None:
         return None

@@ -185,7 +185,12 @@ class BlockGradients:
         rank = zero.ranks.rank
         start, stop = block.interval(rank)
         with torch.no_grad():
-            own = buffer[start:stop].clone()  # so that the whole buffer can go
+            # a copy, so that the whole buffer can go; where the part lives
+            device = zero.updated[block.parameters[0]].device
+            own = buffer[start:stop].to(device, copy=True)
+            parts = [zero.updated[name] for name in block.parameters if name in self._trained]
+            if all(part.grad is None for part in parts):
+                own = zero.gradients_at_home(block.parameters[0], own)
             for name, (first, last) in block.intervals.items():
                 part = zero.updated[name]
                 if name not in self._trained or not part.numel():

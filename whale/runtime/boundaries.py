@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from whale.lowering.messages import Part, parts_of_action
+from whale.lowering.messages import MessagePart, parts_of_action
 from whale.lowering.program import Program
 from whale.scheduling import Action, Kind
 from whale.scheduling.slots import Slots, assign_slots
@@ -72,6 +72,6 @@ def _mentioned(program: Program, action: Action) -> list[Boundary]:
     return found
 
 
-def parts_of(program: Program, action: Action) -> tuple[Part, ...]:
+def parts_of(program: Program, action: Action) -> tuple[MessagePart, ...]:
     """What a send or receive of this rank carries, to or from all its peers."""
     return parts_of_action(program.bridges, action)

@@ -134,7 +134,7 @@ class Captures:
 
 
 def captured_for_each(names: Mapping[Place, str], error: Exception) -> str:
-    """What the user is told when these dims cannot be symbols."""
+    """The message to the user when these dims cannot be symbols."""
     dims = ", ".join(f"dim {dim} of {path}" for path, dim in names)
     lines = [line.strip() for line in str(error).splitlines()]
     reason = next((line for line in lines if line.startswith("What is wrong")), lines[0])
@@ -190,7 +190,7 @@ def _refuse_other_autocast(captured: CapturedGraph, ranks: Ranks) -> None:
 
 
 def what_changed(layout: BatchLayout, sample: BatchLayout) -> str:
-    """In which way a batch differs from the sample, for messages."""
+    """How a batch differs from the sample, for messages."""
     for got, expected in zip(layout.tensors, sample.tensors, strict=False):
         if got.shape[1:] != expected.shape[1:]:
             return f"{got.path} is {list(got.shape)}, the sample was {list(expected.shape)}"

@@ -97,13 +97,10 @@ class Checkpoints:
             )
         rank_values: dict[str, Any] = {}
         if updater.optimizer is not None:
-            if updater.compressed is not None:
-                updater.compressed.expand()
-            state, rank_values["optimizer"] = pack_optimizer(
-                updater.optimizer, self._names_of(), only=set(self._own_states)
-            )
-            if updater.compressed is not None:
-                updater.compressed.compress()
+            with updater.states_at_hand():
+                state, rank_values["optimizer"] = pack_optimizer(
+                    updater.optimizer, self._names_of(), only=set(self._own_states)
+                )
             for key, tensor in state.items():
                 name = parameter_name(key)
                 shard = self._own_states[name]
@@ -222,13 +219,10 @@ class Checkpoints:
             for name, tensor in self._job.weights.items():
                 tensor.copy_(staged.weights[name])
         if updater.optimizer is not None:
-            if updater.compressed is not None:
-                updater.compressed.expand()
             unpack_optimizer(
                 updater.optimizer, self._names_of(), staged.state.__getitem__, staged.optimizer
             )
-            if updater.compressed is not None:
-                updater.compressed.compress()
+            updater.states_loaded()
             if updater.scheduler is not None and staged.scheduler is not None:
                 unpack_scheduler(updater.scheduler, staged.scheduler, updater.optimizer)
         if updater.loss_scale is not None and staged.values.get("loss_scale"):
@@ -265,7 +259,7 @@ class Checkpoints:
         }
 
     def _updated(self) -> Mapping[str, Tensor]:
-        """By name, what the optimizer of this rank updates."""
+        """What the optimizer of this rank updates, by name."""
         whole = self._updater.whole
         if whole is None:
             return self._job.updated

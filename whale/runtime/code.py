@@ -80,8 +80,8 @@ def compile_chunk(
 
     `deferred`: takes the weight products of the backward, which are then left to the caller
     (`runtime/split.py`). `with_torch`: `torch.compile` makes kernels of it, in this mode where one
-    is named. Layers whose weight products are put off, sums between devices and recomputed regions stay as they are, and what
-    lies between them is compiled.
+    is named. Layers whose weight products are put off, sums between devices and recomputed regions
+    stay as they are, and what lies between them is compiled.
     """
     instead: dict[Any, Callable[..., Any]] = (
         {} if deferred is None else dict(replacements(deferred))

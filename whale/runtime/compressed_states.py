@@ -1,5 +1,5 @@
-"""Optimizer states held in fewer bits between steps: `"optimizer_state": "bf16"` or `"int8"`. Results
-are not those of local training, and the plan says so.
+"""Optimizer states held in fewer bits between steps: `"optimizer_state": "bf16"` or `"int8"`.
+Results are not those of local training, and the plan says so.
 
     bf16    rounded to the nearest
     int8    blocks of 256 numbers with a scale each: x = scale * q, |q| <= 127. States that are never
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale.runtime.stage_updates import BY_PARAMETER
+from whale.runtime.stage_updates import BY_PARAMETER, step_some
 
 BLOCK = 256
 """numbers that share a scale"""
@@ -99,19 +99,10 @@ class CompressedStates:
             self.optimizer.step()
             self.compress()
             return
-        groups = self.optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        try:
-            for chosen in self._few():
-                for group, parameters in zip(groups, whole, strict=True):
-                    group["params"] = [each for each in parameters if id(each) in chosen]
-                own = [each for parameters in whole for each in parameters if id(each) in chosen]
-                self.expand(own)
-                self.optimizer.step()
-                self.compress(own)
-        finally:
-            for group, parameters in zip(groups, whole, strict=True):
-                group["params"] = parameters
+        for own in list(self._few()):
+            self.expand(own)
+            step_some(self.optimizer, set(map(id, own)))
+            self.compress(own)
 
     def expand(self, parameters: Any = None) -> None:
         """Brings the states of these parameters (all) back to the optimizer."""
@@ -132,17 +123,26 @@ class CompressedStates:
             if not states and parameter in self._held:
                 known[parameter] = {}
 
-    def _few(self) -> Iterator[set[int]]:
-        """Parameters by identity, a few at a time."""
-        chosen: set[int] = set()
+    def collapse(self) -> None:
+        """Takes back what `expand` gave."""
+        self.compress()
+
+    def take_all(self) -> None:
+        """Takes states that the optimizer has got, from a checkpoint."""
+        self._held.clear()
+        self.compress()
+
+    def _few(self) -> Iterator[list[Tensor]]:
+        """Parameters, a few at a time."""
+        chosen: list[Tensor] = []
         num_bytes = 0
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                chosen.add(id(parameter))
+                chosen.append(parameter)
                 num_bytes += parameter.nbytes
                 if num_bytes >= AT_ONCE_BYTES:
                     yield chosen
-                    chosen = set()
+                    chosen = []
                     num_bytes = 0
         if chosen:
             yield chosen

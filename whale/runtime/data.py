@@ -118,7 +118,7 @@ class ShardedLoader:
         self.position = 0
 
     def _own_samples(self, samples: list[int]) -> list[int]:
-        """Of the sample numbers of a mini-batch those that this rank reads."""
+        """The sample numbers of a mini-batch that this rank reads."""
         own: list[int] = []
         for start, stop in self.engine.own_samples(self.batch_size):
             own += samples[start:stop]

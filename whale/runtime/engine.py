@@ -27,6 +27,7 @@ from whale.runtime.local_model import gathered, give_back, local_model, save_pre
 from whale.runtime.metrics import write_trace
 from whale.runtime.result import EvaluationResult, StepResult, Totals
 from whale.runtime.shapes import Shapes, widest
+from whale.runtime.spill import remove_leftovers
 from whale.runtime.state import gather_gradients, gather_state
 from whale.runtime.trackers import TrackerFactory
 from whale.runtime.training import Training
@@ -40,6 +41,8 @@ class Engine:
         self, job: Job, optimizer: OptimizerFactory | None, scheduler: SchedulerFactory | None
     ) -> None:
         self._job = job
+        if job.config.folder is not None:
+            remove_leftovers(job.config.folder, job.ranks.rank, job.ranks.num_ranks)
         self._shapes = Shapes(job)
         self._batches = Batches(job, self._shapes)
         self._training = Training(job, self._shapes, self._batches, optimizer, scheduler)
@@ -377,6 +380,8 @@ class Engine:
         emulated run.
         """
         self._checkpoints.wait()
+        self._training.updater.close()
+        self._job.remove_spilled()
         self._job.platform.close()
         self._training.close()
 

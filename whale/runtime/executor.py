@@ -23,6 +23,7 @@ from whale.distributed.watch import Watch
 from whale.lowering.blocks import backward_uses
 from whale.lowering.program import Program
 from whale.runtime.actions import Backward, Forward, Pass, Synchronise, Visit, WeightBackward
+from whale.runtime.activations import Activations, BackwardOrder
 from whale.runtime.boundaries import boundary_slots
 from whale.runtime.code import compile_chunk
 from whale.runtime.gradients import GradientSynchroniser
@@ -95,6 +96,9 @@ class Executor:
         self.window = window
         self.watch = watch
         self.with_torch_compile = with_torch_compile
+        self.activations: Activations | None = None
+        """takes out what stages save for backward; None: all of it stays"""
+        self._backward_order = BackwardOrder.of(program.actions)
         self.unconnected: Collection[tuple[int, int]] = ()
         """(source, destination) ranks of all messages of the job, until their channels are made"""
         self.pace = pace
@@ -211,6 +215,9 @@ class Executor:
         state = Pass(
             given, outcome, gradients, updates, transport, self._receives, self.window, held
         )
+        if self.activations is not None and gradients is not None:
+            self.activations.begin(self._backward_order, given.tensors)
+            state.activations = self.activations
         try:
             with torch.set_grad_enabled(gradients is not None):
                 state.post_receives()
@@ -255,7 +262,7 @@ def _uses(program: Program) -> list[tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingAction:
     """An action that a device was given and has not finished."""
 
     where: str
@@ -287,7 +294,7 @@ class DevicePosition:
         watch.position = self
 
     @property
-    def pending(self) -> Pending | None:
+    def pending(self) -> PendingAction | None:
         """What the device is at; None where all that it was given is over."""
         found = self._pending()
         if found is None:
@@ -297,7 +304,7 @@ class DevicePosition:
             return found
         return replace(found, where=f"{found.where} (launched so far: {launched})")
 
-    def _pending(self) -> Pending | None:
+    def _pending(self) -> PendingAction | None:
         if self._before is not None:
             found = self._before._pending()
             if found is not None:
@@ -314,7 +321,7 @@ class DevicePosition:
         if self._num_over >= min(len(own), len(launched) - 1):
             return None
         where = _in_step(self._during, launched[self._num_over + 1]) + more
-        return Pending(where, not own[self._num_over][0].is_compute)
+        return PendingAction(where, not own[self._num_over][0].is_compute)
 
     @property
     def position(self) -> str:

@@ -362,7 +362,8 @@ def squared_norm(counted: Sequence[CountedGradient], device: str) -> Tensor:
     dense = [each.gradient for each in counted]
     if not dense:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.nn.utils.get_total_norm(dense).double().square()
+    norm = torch.nn.utils.get_total_norm(dense).double().square()
+    return norm.to(device)  # parts whose home is the host have their gradients there
 
 
 def scale_gradients(held: Sequence[Held], factor: float | Tensor) -> None:

@@ -132,7 +132,7 @@ def make_groups(job: Job) -> None:
     for name in job.plan.holders:
         for shards in (job.shards, job.state_shards):
             groups.update(piece.ranks for piece in shards.pieces(name) if len(piece.ranks) > 1)
-    groups.update(block.ranks for block in job.plan.blocks)
+    groups.update(block.ranks for block in job.plan.blocks if len(block.ranks) > 1)
     for ranks in sorted(groups):
         job.ranks.group(ranks)
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from whale.distributed.platform import Platform, StandIn
 from whale.distributed.ranks import Ranks
 from whale.plans.plan import Plan
 from whale.plans.shards import Shards
+from whale.runtime.homes import HomeMaker
+from whale.runtime.spill import SpillFolder
 from whale.runtime.zero import Zero, trained_parts
 
 logger = logging.getLogger("whale")
@@ -44,6 +47,8 @@ class Job:
     """parameters that are cut over ranks; None: each holder has all of what it holds"""
     longest: Mapping[str, int] = field(default_factory=dict)
     """lengths that were planned for, by name; others are those of the sample"""
+    home_makers: dict[str, HomeMaker] = field(default_factory=dict)
+    """class of blocks (`weights`, `states`, `activations`) -> what makes their homes"""
     replan: Callable[[CapturedModel, Numbers], Plan] | None = None
     """the plan for a graph with these numbers as lengths, made on rank 0; None: never anew"""
 
@@ -89,6 +94,31 @@ class Job:
         if self.ranks.rank == 0 and warning not in self.warned:
             self.warned.add(warning)
             logger.warning(warning)
+
+    @cached_property
+    def spill(self) -> SpillFolder:
+        """The folder with what this rank has on disk, made when it is first asked for."""
+        folder = self.config.folder
+        if self.plan.folders and self.plan.figures is not None:
+            host = self.plan.figures.network.hosts[self.ranks.rank]
+            folder = self.plan.folders.get(str(host), folder)
+        if folder is None:
+            raise ValueError(
+                '"offload" to disk needs a folder for its files. Try: "run_folder" in the config, '
+                'a folder in the cluster file, or "host" in place of "disk"'
+            )
+        return SpillFolder(Path(folder), self.ranks.rank, self.ranks.num_ranks)
+
+    def homes(self, what: str) -> HomeMaker:
+        """Makes homes for blocks of one class."""
+        if what not in self.home_makers:
+            self.home_makers[what] = HomeMaker(self.ranks.device, lambda: self.spill, what)
+        return self.home_makers[what]
+
+    def remove_spilled(self) -> None:
+        """Removes the files of this rank, if there are any."""
+        if "spill" in self.__dict__:
+            self.spill.close()
 
     @property
     def task(self) -> Task:

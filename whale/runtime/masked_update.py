@@ -109,7 +109,7 @@ class MaskedUpdates:
     # ---- before the all-reduce
 
     def norms(self, counted: Sequence[CountedGradient], is_scaled: bool) -> Norms:
-        """Of these gradients, which this rank answers for."""
+        """Norms of these gradients, which this rank answers for."""
         zero = torch.zeros((), dtype=torch.float64, device=self._device.name)
         norms = _norms(counted)
         if norms is None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from whale.distributed.message import Message, Piece, tag_of
+from whale.distributed.message import Message, MessagePiece, tag_of
 from whale.distributed.transport import Arrival
-from whale.lowering.messages import Part
+from whale.lowering.messages import MessagePart
 from whale.lowering.program import Program
 from whale.runtime.boundaries import Boundary, Role, parts_of
 from whale.scheduling import Action
@@ -138,7 +138,7 @@ def messages_of(program: Program, action: Action) -> list[Message]:
         + action.gradient
     )
     parts = parts_of(program, action)
-    of_peer: dict[int, list[Part]] = {}
+    of_peer: dict[int, list[MessagePart]] = {}
     for part in sorted(parts, key=lambda part: (-part.value.dtype.itemsize, part.value.index)):
         of_peer.setdefault(part.peer, []).append(part)
     messages = []
@@ -148,7 +148,7 @@ def messages_of(program: Program, action: Action) -> list[Message]:
     return messages
 
 
-def _piece(program: Program, micro_batch: int, part: Part) -> Piece:
+def _piece(program: Program, micro_batch: int, part: MessagePart) -> MessagePiece:
     value = part.value
     start, stop = program.edges[micro_batch]
     rows = None
@@ -156,4 +156,4 @@ def _piece(program: Program, micro_batch: int, part: Part) -> Piece:
         assert value.batch_dim is not None
         per_sample = value.rows_per_sample()
         rows = (value.batch_dim, part.start * per_sample, part.num_samples * per_sample)
-    return Piece(value.index, rows, value.shape_for(stop - start), value.dtype)
+    return MessagePiece(value.index, rows, value.shape_for(stop - start), value.dtype)

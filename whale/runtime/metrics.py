@@ -34,7 +34,7 @@ MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
-class Shares:
+class StepShares:
     """Who did how much of a step."""
 
     num_samples: int
@@ -61,7 +61,7 @@ class Metrics:
     """on rank 0"""
     _last_step: int | None = None
     _file: IO[str] | None = None
-    _unwritten: tuple[int, StepResult, Shares] | None = None
+    _unwritten: tuple[int, StepResult, StepShares] | None = None
 
     def __post_init__(self) -> None:
         if self.run_folder is None:
@@ -83,7 +83,7 @@ class Metrics:
                 self.trackers.append(TensorBoard(self.run_folder / "tensorboard"))
         atexit.register(_close_at_exit, weakref.ref(self))
 
-    def note(self, step: int, result: StepResult, shares: Shares) -> None:
+    def note(self, step: int, result: StepResult, shares: StepShares) -> None:
         """Takes what there is to say of a step, and writes the line of the one before: its loss has
         arrived, so that nothing is waited for.
         """
@@ -95,7 +95,7 @@ class Metrics:
             self._write(*self._unwritten)
             self._unwritten = None
 
-    def _write(self, step: int, result: StepResult, shares: Shares) -> None:
+    def _write(self, step: int, result: StepResult, shares: StepShares) -> None:
         timing = result.timing
         num_samples = shares.num_samples
         flop = (

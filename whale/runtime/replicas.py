@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from whale.distributed.ranks import Ranks
-from whale.dtypes import as_bytes
+from whale.dtypes import as_bytes, rounding
 from whale.names import listed
 from whale.plans.shards import Piece, Shard, Shards
 
@@ -44,17 +44,6 @@ ABSENT = torch.iinfo(torch.int64).min
 """hash of who does not hold: below all others"""
 SHOWN = 4
 """parameters that a message names"""
-ROUNDING = {
-    torch.float64: 1e-10,
-    torch.complex128: 1e-10,
-    torch.float32: 1e-5,
-    torch.complex64: 1e-5,
-    torch.float16: 4e-3,
-    torch.bfloat16: 3e-2,
-}
-"""largest difference that counts as rounding, as a part of the largest weight: the exactness that
-Whale promises, and four units of the 16-bit types. Other types must be equal
-"""
 
 
 class ReplicaError(RuntimeError):
@@ -62,7 +51,7 @@ class ReplicaError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedWeights:
     """Weights of this rank that the same ranks hold."""
 
     ranks: tuple[int, ...]
@@ -111,7 +100,7 @@ class ReplicaCheck:
                         )
         self._holders = sorted(holders)
         """sets of ranks that share weights in this plan, the same list on every rank"""
-        self._shared = [Shared(group, views[group]) for group in sorted(views)]
+        self._shared = [SharedWeights(group, views[group]) for group in sorted(views)]
 
     def check(self) -> None:
         """Before the first step: compares now."""
@@ -173,7 +162,7 @@ class ReplicaCheck:
         numbers = torch.randint(1 << 62, (TILE,), generator=generator) * 2 + 1
         return numbers.to(self._ranks.device.name)
 
-    def _compare(self, shared: Shared, group: dist.ProcessGroup | None) -> list[Difference]:
+    def _compare(self, shared: SharedWeights, group: dist.ProcessGroup | None) -> list[Difference]:
         """Parameters of this rank that differ from the first holder's, whose values they get if
         all of them differ by rounding.
         """
@@ -187,7 +176,7 @@ class ReplicaCheck:
             if torch.equal(as_bytes(own), as_bytes(theirs)):
                 continue
             largest = _largest(own.to(torch.promote_types(own.dtype, torch.float64)) - theirs)
-            allowed = ROUNDING.get(own.dtype, 0.0) * _largest(theirs)
+            allowed = rounding(own.dtype).same_work * _largest(theirs)
             found.append(Difference(name, self._ranks.rank, first, largest, allowed))
             taken.append((own, theirs))
         if all(difference.is_rounding for difference in found):
@@ -229,7 +218,7 @@ def _views(name: str, weight: Tensor, piece: Piece, shard: Shard) -> dict[str, T
     }
 
 
-def _hash(shared: Shared, numbers: Tensor) -> Tensor:
+def _hash(shared: SharedWeights, numbers: Tensor) -> Tensor:
     """One number of all bits of these weights, on the device."""
     total = numbers.new_zeros(())
     for tensor in shared.tensors.values():

@@ -97,6 +97,10 @@ class Residence:
             transfer = self._arriving.pop(block, None)
             if transfer is not None:
                 transfer.wait()
+            # a store that still reads the slot is over before anybody writes to it
+            leaving = self._leaving.pop(self.pool.slot_of[block], None)
+            if leaving is not None:
+                leaving.wait()
         self._advance(blocks)
         following = self._following(blocks)
         if following is not None:

@@ -118,7 +118,7 @@ class StepResult:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step, after the LR scheduler's."""
+        """Learning rate of the next step, after that of the LR scheduler."""
         return self.update.learning_rate
 
     @property

@@ -30,6 +30,7 @@ from whale.planning.planner import (
 )
 from whale.plans.plan import Plan
 from whale.plans.samples import least_batch, num_samples_by_rank, own_samples
+from whale.runtime.activations import offloaded_activations
 from whale.runtime.captures import (
     MOST_LENGTHS,
     Captures,
@@ -40,7 +41,7 @@ from whale.runtime.captures import (
 from whale.runtime.executor import Executor
 from whale.runtime.job import Job
 from whale.runtime.longest import Longest
-from whale.runtime.zero import Zero
+from whale.runtime.zero import Zero, own_blocks
 from whale.scheduling.queues import Transfer, safe_window
 
 logger = logging.getLogger("whale")
@@ -82,9 +83,10 @@ class Shapes:
             trains_batch_norm(node) or "all_reduce" in node.meta
             for node in job.prepared.captured.compute_nodes()
         )
-        if job.plan.blocks and self.transport is not None:
+        if own_blocks(job.plan, job.ranks.rank):
             intervals = Intervals(job.ranks, self.transport)
-            job.zero = Zero(job.plan, job.weights, job.ranks, intervals)
+            job.zero = Zero(job.plan, job.weights, job.ranks, intervals, job.homes)
+        self._activations = offloaded_activations(job)
         collectives = self.transport.collectives if self.transport is not None else None
         self._groups = StageGroups(
             job.plan,
@@ -285,6 +287,7 @@ class Shapes:
                 job.zero.residence if job.zero is not None else None,
             )
             self._executors[key].unconnected = channels.pairs
+            self._executors[key].activations = self._activations
         return self._executors[key]
 
     def _channels(self, lowered: Lowered, batch_size: int, is_training: bool) -> _Channels:

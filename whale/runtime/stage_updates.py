@@ -81,7 +81,7 @@ class StageUpdates:
         """Updates the stages that are ready."""
         chosen = frozenset[int]().union(*(self._of_stage[stage] for stage in self.ready))
         self.ready.clear()
-        self._step(chosen)
+        step_some(self._optimizer, chosen)
         self._done |= chosen
 
     def finish(self) -> None:
@@ -89,20 +89,22 @@ class StageUpdates:
         everything: set[int] = set()
         for group in self._optimizer.param_groups:
             everything.update(map(id, group["params"]))
-        self._step(everything - self._done)
+        step_some(self._optimizer, everything - self._done)
         self._forget()
 
     def _forget(self) -> None:
         self._done.clear()
         self.ready.clear()
 
-    def _step(self, chosen: Collection[int]) -> None:
-        groups = self._optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        try:
-            for group, parameters in zip(groups, whole, strict=True):
-                group["params"] = [parameter for parameter in parameters if id(parameter) in chosen]
-            self._optimizer.step()
-        finally:
-            for group, parameters in zip(groups, whole, strict=True):
-                group["params"] = parameters
+
+def step_some(optimizer: torch.optim.Optimizer, chosen: Collection[int]) -> None:
+    """One `step()` that sees only the parameters with these ids."""
+    groups = optimizer.param_groups
+    whole = [group["params"] for group in groups]
+    try:
+        for group, parameters in zip(groups, whole, strict=True):
+            group["params"] = [parameter for parameter in parameters if id(parameter) in chosen]
+        optimizer.step()
+    finally:
+        for group, parameters in zip(groups, whole, strict=True):
+            group["params"] = parameters

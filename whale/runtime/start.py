@@ -50,7 +50,7 @@ def one_precision(ranks: Ranks) -> str | None:
             f"{have_tf32.index(False)} has no TF32"
         )
     if precision != "highest":
-        return f'float32 products have precision "{precision}" on all devices, as torch was told'
+        return f'float32 products have precision "{precision}" on all devices, as torch is set'
     return None
 
 

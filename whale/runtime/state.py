@@ -103,7 +103,8 @@ def _fetch(
         assert tensor is not None
         if owner == 0:
             return tensor.detach().cpu().clone()
-        dist.send(as_moved(in_memory(tensor.detach()).contiguous()), 0, group=ranks.world)
+        own = in_memory(tensor.detach()).contiguous().to(ranks.device.name)
+        dist.send(as_moved(own), 0, group=ranks.world)
     elif ranks.rank == 0:
         buffer = torch.empty(shape, dtype=dtype, device=ranks.device.name)
         dist.recv(as_moved(buffer), owner, group=ranks.world)

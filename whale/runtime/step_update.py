@@ -48,7 +48,7 @@ class Update:
 
     @property
     def learning_rate(self) -> float:
-        """Of the step that follows."""
+        """Learning rate of the step that follows."""
         if self.rate is None:
             self.updater.settle()
         assert self.rate is not None

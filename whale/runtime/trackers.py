@@ -1,5 +1,5 @@
-"""Where the figures of a run go besides its metrics files: TensorBoard, Weights & Biases, MLflow, or
-whatever has `log` and `close`. Each is an extra; rank 0 alone opens and writes it.
+"""Where the figures of a run go besides its metrics files: TensorBoard, Weights & Biases, MLflow,
+or whatever has `log` and `close`. Each is an extra; rank 0 alone opens and writes it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class TensorBoard:
 
 
 class Wandb:
-    """Logs to Weights & Biases. `options` are those of `wandb.init`: project, name, `mode="offline"`
-    for a run that is sent later.
+    """Logs to Weights & Biases. `options` are those of `wandb.init`: project, name,
+    `mode="offline"` for a run that is sent later.
     """
 
     def __init__(self, **options: Any) -> None:

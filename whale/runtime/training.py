@@ -29,7 +29,7 @@ from whale.runtime.held import (
     whole_updates,
 )
 from whale.runtime.job import Job
-from whale.runtime.metrics import Shares, open_metrics
+from whale.runtime.metrics import StepShares, open_metrics
 from whale.runtime.replicas import ReplicaCheck
 from whale.runtime.result import StepResult, Timing, Totals
 from whale.runtime.shapes import Shapes, largest_micro_batches
@@ -246,7 +246,7 @@ class Training:
         """Metrics and the line of progress of a step."""
         if self.metrics is not None:
             own_samples = sum(stop - start for start, stop in done.executor.program.samples)
-            shares = Shares(done.batch_size, own_samples, self.num_rebalanced)
+            shares = StepShares(done.batch_size, own_samples, self.num_rebalanced)
             self.metrics.note(self.step_count - 1, result, shares)
         if self._progress is not None:
             self._progress.note(self.step_count, done.batch_size, lambda: result.loss)

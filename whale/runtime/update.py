@@ -1,13 +1,14 @@
 """The end of a step: is everything finite, clip, optimizer, LR scheduler. The same decision on
 every rank, from the same totals.
 
-On a CPU, and with optimizers that cannot be told otherwise, the host waits for the totals and
+On a CPU, and with optimizers that cannot skip a step on the device, the host waits for the totals and
 decides. On accelerators the device decides (`runtime/masked_update.py`), and the host looks at the
 totals one step late, or when the user does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -27,6 +28,7 @@ from whale.runtime.held import Held, by_backward_order
 from whale.runtime.job import Job
 from whale.runtime.loss_scale import DeviceLossScale, LossScale
 from whale.runtime.masked_update import CLIP_EPSILON, NUM_EMPTY, MaskedUpdates, can_mask
+from whale.runtime.offloaded_states import OffloadedStates, offloaded_states
 from whale.runtime.result import Totals
 from whale.runtime.stage_updates import StageUpdates
 from whale.runtime.step_update import NonFiniteError, ScheduleState, Update
@@ -100,6 +102,10 @@ class Updater:
         """holds states in fewer bits between steps; None: they stay as they are"""
         if config.optimizer_state != "fp32" and self.optimizer is not None:
             self.compressed = CompressedStates(self.optimizer, config.optimizer_state)
+        self.offloaded: OffloadedStates | None = None
+        """brings states that live elsewhere, block by block; None: all are here"""
+        if self.optimizer is not None:
+            self.offloaded = offloaded_states(job, self.optimizer)
         self.whole = whole
         """updates parameters whole that a grid cuts; None: each holder updates its part"""
         self.trained: Collection[str] = ()
@@ -108,7 +114,9 @@ class Updater:
         """None where the host waits for loss and norm, or where nothing depends on them"""
         self.loss_scale: LossScale | DeviceLossScale | None = None
         if config.needs_all_gradients is not None:
-            can = self.compressed is None and can_mask(self.optimizer, config, ranks.device)
+            in_pieces = self.compressed is not None or self.offloaded is not None
+            on_device = all(each.device.type == ranks.device.type for _, each in trainable)
+            can = on_device and not in_pieces and can_mask(self.optimizer, config, ranks.device)
             if all(ranks.gather(can and not lowered.has_sparse_gradients)):  # all ranks alike
                 names = by_backward_order(list(job.plan.holders), lowered.first_use)
                 self.masked = MaskedUpdates(self.optimizer, config, ranks.device, names)
@@ -126,7 +134,8 @@ class Updater:
         updated at the end.
         """
         is_possible = StageUpdates.possible(self.optimizer, self._config)
-        if self.optimizer is None or self.compressed is not None or not is_possible:
+        in_pieces = self.compressed is not None or self.offloaded is not None
+        if self.optimizer is None or in_pieces or not is_possible:
             self._by_stage = None
             return None
         if self._by_stage is None:
@@ -174,6 +183,27 @@ class Updater:
         for call in self._before_update:
             call()
         self._before_update.clear()
+
+    @contextlib.contextmanager
+    def states_at_hand(self) -> Iterator[None]:
+        """Inside, the optimizer has all its states, to be read."""
+        elsewhere = self.compressed or self.offloaded
+        if elsewhere is not None:
+            elsewhere.expand()
+        yield
+        if elsewhere is not None:
+            elsewhere.collapse()
+
+    def states_loaded(self) -> None:
+        """The optimizer has got all its states from a checkpoint."""
+        elsewhere = self.compressed or self.offloaded
+        if elsewhere is not None:
+            elsewhere.take_all()
+
+    def close(self) -> None:
+        """Waits for states on their way."""
+        if self.offloaded is not None:
+            self.offloaded.close()
 
     # ---- the update of a step
 
@@ -248,6 +278,8 @@ class Updater:
             self._by_stage.finish()
         elif self.compressed is not None:
             self.compressed.step()
+        elif self.offloaded is not None:
+            self.offloaded.step()
         elif self.optimizer is not None:
             self.optimizer.step()
         if self.whole is not None:
@@ -267,7 +299,7 @@ class Updater:
         return self._is_wrong(loss, squared_norm)
 
     def _is_wrong(self, loss: float, norm: float) -> bool:
-        """Whether there is a number that nothing mends, and the user does not want to go on."""
+        """Whether there is a number that nothing mends, and the user does not want to continue."""
         if self._config.on_nonfinite == "continue":
             return False
         if self.loss_scale is not None:

@@ -1,5 +1,5 @@
-"""Optimizers that look at whole parameters (Muon, Adafactor) where a grid cuts these: each parameter
-has one owner among its holders (`Plan.owners`), which updates it whole.
+"""Optimizers that look at whole parameters (Muon, Adafactor) where a grid cuts these: each
+parameter has one owner among its holders (`Plan.owners`), which updates it whole.
 
     collect   the first holder of each part sends its gradient to the owner
     update    the owner's optimizer has the whole parameter, and its state is whole too

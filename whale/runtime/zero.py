@@ -1,15 +1,18 @@
-"""ZeRO on one rank: where weights, gradients and what the optimizer updates lie (docs/memory.md).
+"""ZeRO and offloaded weights on one rank: where weights, gradients and what the optimizer updates lie
+(docs/memory.md).
 
 level 1, 2   every block is one flat buffer with whole weights. The optimizer updates this rank's
              rows, which are views of it; then the block is gathered in place
 level 3      this rank's interval of every block is one flat tensor of its own, which the
              optimizer updates. Chunks compute with parameters in the slots of a pool, and a
              `Residence` brings a block before it is used
+offload      of weights: the same, and the interval is memory of the host, or of a file, where the
+             optimizer updates it
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,6 +21,7 @@ from whale.distributed.intervals import Intervals, Transfer
 from whale.distributed.ranks import Ranks
 from whale.plans.blocks import WEIGHTS_TOO, Block, slots_of
 from whale.plans.plan import Plan
+from whale.runtime.homes import HomeMaker, HostHome, tensor_in
 from whale.runtime.residence import Pool, Residence
 
 Weights = dict[str, Tensor]
@@ -26,14 +30,23 @@ Weights = dict[str, Tensor]
 class Zero:
     """The blocks of one rank."""
 
-    def __init__(self, plan: Plan, weights: Weights, ranks: Ranks, intervals: Intervals) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        weights: Weights,
+        ranks: Ranks,
+        intervals: Intervals,
+        homes: Callable[[str], HomeMaker],
+    ) -> None:
         """`weights`: this rank's tensors, whole or at level 3 its rows; they are moved into flat
-        buffers and stay the same objects.
+        buffers and stay the same objects. `homes`: of a class that lives elsewhere.
         """
         self.level = plan.zero
-        self.blocks = tuple(
-            block for block in plan.blocks if ranks.rank in block.ranks and block.ends
-        )
+        self.blocks = own_blocks(plan, ranks.rank)
+        self._homes = homes("weights")
+        self._gradient_homes = homes("gradients")
+        if ranks.device.is_accelerator:
+            _refuse_on_accelerators(plan, self.blocks)
         self.ranks = ranks
         self.intervals = intervals
         self.computing: Weights = dict(weights)
@@ -87,12 +100,31 @@ class Zero:
                     self.updated[name] = torch.nn.Parameter(weights[name].data[first:last])
             self._buffers.append(buffer)
 
+    def gradients_at_home(self, name: str, own: Tensor) -> Tensor:
+        """Gradients of this rank's interval of the block of a parameter, where the plan sums them."""
+        number = self.block_of[name]
+        memory = self.blocks[number].gradients
+        if memory == "device" or not own.numel():
+            return own
+        home = self._gradient_homes.home(memory)
+        place = home.place(number, own.nbytes)
+        home.check(number)
+        return tensor_in(place, 0, own, own.shape, (1,)).copy_(own)
+
+    def _part(self, number: int, like: Tensor, num_elements: int) -> Tensor:
+        """Memory for this rank's interval of a block, where the plan says."""
+        memory = self.blocks[number].weights
+        if memory == "device" or not num_elements:
+            return _like(like, num_elements)
+        place = self._homes.home(memory).place(number, num_elements * like.element_size())
+        return tensor_in(place, 0, like.new_empty(0), (num_elements,), (1,))
+
     def _home_on_peers(self, weights: Weights) -> None:
         device = self.ranks.device.name
-        parts = []
+        parts: list[Tensor] = []
         for block in self.blocks:
             begin, end = block.interval(self.ranks.rank)
-            part = _like(weights[block.parameters[0]], end - begin)
+            part = self._part(len(parts), weights[block.parameters[0]], end - begin)
             for name, (start, stop) in block.intervals.items():
                 low = min(max(start, begin), stop)
                 high = min(max(end, low), stop)
@@ -102,7 +134,11 @@ class Zero:
         kinds = [(tensor.dtype, tensor.requires_grad) for tensor in first]
         sizes = [block.num_elements for block in self.blocks]
         pool = Pool(sizes, slots_of(sizes, kinds), [dtype for dtype, _ in kinds], device)
-        home = _Peers(self.blocks, parts, self.ranks, self.intervals)
+        elsewhere = [
+            None if block.weights == "device" else self._homes.home(block.weights)
+            for block in self.blocks
+        ]
+        home = _Peers(self.blocks, parts, elsewhere, self.ranks.rank, self.intervals)
         self.residence = Residence(pool, home)
         for number, block in enumerate(self.blocks):
             for (name, (start, stop)), shape in zip(
@@ -120,23 +156,69 @@ class _Peers:
         self,
         blocks: tuple[Block, ...],
         parts: list[Tensor],
-        ranks: Ranks,
+        elsewhere: list[HostHome | None],
+        rank: int,
         intervals: Intervals,
     ) -> None:
+        """By block: this rank's interval, and its home where that is not the device."""
         self._blocks = blocks
         self._parts = parts
-        self._rank = ranks.rank
+        self._elsewhere = elsewhere
+        self._rank = rank
         self._intervals = intervals
 
     def begin_fetch(self, block: int, buffer: Tensor) -> Transfer:
         planned = self._blocks[block]
         start, stop = planned.interval(self._rank)
+        home = self._elsewhere[block]
         with torch.no_grad():
-            buffer[start:stop].copy_(self._parts[block])
+            if home is None or start == stop:
+                buffer[start:stop].copy_(self._parts[block])
+            else:
+                own = home.begin_fetch(block, buffer[start:stop])
+                if len(planned.ranks) == 1:
+                    return own
+                own.wait()
             return self._intervals.begin_gather(buffer, planned.ends, planned.ranks)
 
     def begin_store(self, block: int, buffer: Tensor) -> Transfer:
         raise AssertionError("weights of other ranks are never written to")
+
+
+def own_blocks(plan: Plan, rank: int) -> tuple[Block, ...]:
+    """Blocks of a rank that are cut by rows; those of one rank are its own."""
+    for block in plan.blocks:
+        if rank in block.ranks and not block.ends and block.weights != "device":
+            raise ValueError(
+                f'"offload" of weights to {block.weights} is not possible for {block.parameters[0]}, '
+                "which `split` cuts: its operations gather weights themselves. Try: "
+                '"offload": {"optimizer": ...} beside `split`, or a grid with a longer axis z, '
+                "over which weights are cut"
+            )
+    return tuple(block for block in plan.blocks if rank in block.ranks and block.ends)
+
+
+def _refuse_on_accelerators(plan: Plan, blocks: tuple[Block, ...]) -> None:
+    """torch has gradients on the device of their parameter, and its backends for accelerators
+    all-reduce nothing that is on the host.
+    """
+    holders: dict[str, int] = {}
+    for block in plan.blocks:
+        for name in block.parameters:
+            holders[name] = holders.get(name, 0) + 1
+    for block in blocks:
+        tied = next((name for name in block.parameters if holders[name] > 1), None)
+        if tied is not None and block.weights != "device":
+            raise ValueError(
+                f'"offload" of weights to {block.weights}: {tied} is tied between stages on '
+                "different devices, which sum its gradient. Try: a cut that has both uses in "
+                'one stage, or "offload" without weights'
+            )
+        if block.gradients != block.weights == "device":
+            raise ValueError(
+                f'"offload" of gradients to {block.gradients} takes weights that are at home '
+                'there, too. Try: "offload": {"weights": "host", "gradients": "host"}'
+            )
 
 
 def _like(tensor: Tensor, num_elements: int) -> Tensor:

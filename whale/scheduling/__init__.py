@@ -25,7 +25,7 @@ from whale.scheduling.orders import (
     zero_bubble_orders,
 )
 from whale.scheduling.picture import draw
-from whale.scheduling.simulate import Timeline, simulate
+from whale.scheduling.simulate import ScheduleTimes, simulate
 
 __all__ = [
     "NAMES",
@@ -40,8 +40,8 @@ __all__ = [
     "Proof",
     "Schedule",
     "ScheduleError",
+    "ScheduleTimes",
     "StageGraph",
-    "Timeline",
     "add_messages",
     "arrived_by",
     "build",

@@ -6,9 +6,9 @@ each action alone, then what is missing, then the order on each device, then all
 
 Deadlock. Sends are rendezvous: one is over when its receive was posted. No device waits for a send
 before its update, so devices can only wait for each other at receives, and walking all devices
-together finds out whether they do. Where a channel has no tags (between GPUs), a message also waits for
-those before it in its channel: `require_channel_order` asks that both ends list them in the same
-order, so that the ones before were received before, and nothing new is waited for.
+together finds out whether they do. Where a channel has no tags (between GPUs), a message also waits
+for those before it in its channel: `require_channel_order` asks that both ends list them in the
+same order, so that the ones before were received before, and nothing new is waited for.
 """
 
 from __future__ import annotations

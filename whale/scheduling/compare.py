@@ -23,7 +23,7 @@ from whale.scheduling.orders import (
     zero_bubble_orders,
 )
 from whale.scheduling.placement import DeviceOfStage, loop, two_pipelines, wave
-from whale.scheduling.simulate import Timeline, simulate
+from whale.scheduling.simulate import ScheduleTimes, simulate
 
 CHIMERA = "chimera"
 
@@ -90,12 +90,12 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduleRow:
     """One schedule of the comparison."""
 
     name: str
     num_chunks: int
-    timeline: Timeline
+    timeline: ScheduleTimes
     num_weights: int = 1
     """copies of the weights that it holds"""
 
@@ -104,12 +104,12 @@ class Row:
         return max(self.timeline.peak_memory)
 
 
-def compare(question: Question) -> tuple[Row, ...]:
+def compare(question: Question) -> tuple[ScheduleRow, ...]:
     """Every schedule that there is for this question, checked and simulated."""
     return tuple(_rows(question))
 
 
-def _rows(question: Question) -> Iterator[Row]:
+def _rows(question: Question) -> Iterator[ScheduleRow]:
     num_devices = question.num_devices
     count = question.num_micro_batch
     chunks = 2 * question.num_waves
@@ -137,15 +137,15 @@ def _chain(placement: DeviceOfStage) -> StageGraph:
     return StageGraph.chain(len(placement), placement)
 
 
-def _row(question: Question, name: str, graph: StageGraph, orders: Orders) -> Row:
+def _row(question: Question, name: str, graph: StageGraph, orders: Orders) -> ScheduleRow:
     schedule = Schedule(
         name, graph, question.num_micro_batch, add_messages(graph, question.num_micro_batch, orders)
     )
     check(schedule, require_channel_order=True)
-    return Row(name, len(graph.stages_of(0)), simulate(schedule, question.costs(graph)))
+    return ScheduleRow(name, len(graph.stages_of(0)), simulate(schedule, question.costs(graph)))
 
 
-def chimera(question: Question) -> Row:
+def chimera(question: Question) -> ScheduleRow:
     """Chimera: two replicas of the model, one pipeline down and one up, list scheduled, whole
     backwards.
 
@@ -173,4 +173,4 @@ def chimera(question: Question) -> Row:
     orders = list_orders(graph, costs, count, split=False, tries=question.tries)
     schedule = Schedule(CHIMERA, graph, count, add_messages(graph, count, orders))
     check(schedule, costs=costs, require_channel_order=True)
-    return Row(CHIMERA, 1, simulate(schedule, costs), num_weights=2)
+    return ScheduleRow(CHIMERA, 1, simulate(schedule, costs), num_weights=2)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from whale.scheduling.event_loop import UNKNOWN, Jobs, Needs, StuckError, run_in_order
 from whale.scheduling.memory import peak_of
-from whale.scheduling.problem import Problem
+from whale.scheduling.problem import OrderProblem
 
 START_HEAT = 0.04
 """at first, orders longer by this part of the step are kept one time in e"""
@@ -24,7 +24,7 @@ NEAR = 1e-9
 
 
 def latest_starts(
-    problem: Problem, jobs: Jobs, durations: Sequence[float], needs: Needs
+    problem: OrderProblem, jobs: Jobs, durations: Sequence[float], needs: Needs
 ) -> list[float]:
     """The latest start of every job that does not make the step longer when all orders stay as they
     are.
@@ -48,7 +48,7 @@ def latest_starts(
 
 
 def improve(
-    problem: Problem, jobs: Jobs, whole: bytearray, needs: Needs, tries: int, bound: float
+    problem: OrderProblem, jobs: Jobs, whole: bytearray, needs: Needs, tries: int, bound: float
 ) -> Jobs:
     """The best orders found, at most as long as `jobs`."""
     durations = problem.durations(whole)
@@ -115,7 +115,7 @@ def _run_again(
 
 
 def critical_links(
-    problem: Problem,
+    problem: OrderProblem,
     rows: Jobs,
     places: Sequence[int],
     ends: Sequence[float],

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from whale.scheduling.event_loop import Jobs
-from whale.scheduling.problem import Problem
+from whale.scheduling.problem import OrderProblem
 
 NEVER = float("inf")
 NEAR = 1e-10
@@ -48,7 +48,11 @@ class Policy:
 
 
 def list_pass(
-    problem: Problem, keys: list[float], whole: bytearray, policy: Policy, limit_s: float = NEVER
+    problem: OrderProblem,
+    keys: list[float],
+    whole: bytearray,
+    policy: Policy,
+    limit_s: float = NEVER,
 ) -> tuple[Jobs, float] | None:
     """Orders and the time that they take; None when the pass got stuck, or is given up because it
     will take longer than `limit_s`.
@@ -60,7 +64,7 @@ def list_pass(
 
 class _Pass:
     def __init__(
-        self, problem: Problem, keys: list[float], whole: bytearray, policy: Policy
+        self, problem: OrderProblem, keys: list[float], whole: bytearray, policy: Policy
     ) -> None:
         self.problem = problem
         self.keys = keys

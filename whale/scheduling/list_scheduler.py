@@ -36,7 +36,7 @@ from whale.scheduling.orders import (
 )
 from whale.scheduling.placement import num_loops_of, num_waves_of
 from whale.scheduling.policies import Keys, policies
-from whale.scheduling.problem import Problem
+from whale.scheduling.problem import OrderProblem
 
 BUDGET = 300_000
 """job visits of a search, one or two microseconds each: divided by the number of jobs, the tries
@@ -61,8 +61,8 @@ are tried so: at most one in so many
 """
 NEAR = 1e-9
 ROUNDING = 1e-6
-"""a pass takes what arrives a little later as if it were there, which adds up: far less than this
-part of its time
+"""a pass takes what arrives a little later as if it were there, and errors
+accumulate: far less than this part of its time
 """
 AGAIN = (Policy(filler=False), Policy(filler=False, wait=0.5), Policy(delay=0.5))
 """policies of passes that start from known orders: their keys are good enough to place weight
@@ -97,13 +97,13 @@ def list_orders(
     """Compute orders for these costs. `split`: whether backwards are split (None: where it helps).
     `tries`: size of the search.
     """
-    problem = Problem(graph, costs, num_micro_batch)
-    found = Search(problem, split, tries).run()
+    problem = OrderProblem(graph, costs, num_micro_batch)
+    found = OrderSearch(problem, split, tries).run()
     return problem.orders(found.jobs, found.whole)
 
 
-class Search:
-    def __init__(self, problem: Problem, split: bool | None, tries: int | None) -> None:
+class OrderSearch:
+    def __init__(self, problem: OrderProblem, split: bool | None, tries: int | None) -> None:
         self.problem = problem
         self.split = split
         num_jobs = 3 * problem.size
@@ -196,7 +196,7 @@ class Search:
                 costs,
                 weight_backward_s=tuple(part * seconds for seconds in costs.weight_backward_s),
             )
-            shorter = Problem(problem.graph, light, problem.num_micro_batch)
+            shorter = OrderProblem(problem.graph, light, problem.num_micro_batch)
             for _, _, keys, policy in best:
                 if self.is_at_bound():
                     return
@@ -227,7 +227,7 @@ class Search:
         keys: list[float],
         whole: bytearray,
         policy: Policy,
-        problem: Problem | None = None,
+        problem: OrderProblem | None = None,
         limit_s: float = NEVER,
     ) -> None:
         """`problem`: where the pass takes its times from, if they are not the real ones."""

@@ -1,5 +1,5 @@
-"""In which order each device computes, as published: GPipe, 1F1B, Hanayo's wave, interleaved 1F1B,
-ZB-H1, and forward only. M micro-batches, P devices.
+"""Orders in which each device computes, as published: GPipe, 1F1B, Hanayo's wave, interleaved
+1F1B, ZB-H1, and forward only. M micro-batches, P devices.
 
 GPipe, 1F1B and forward only are made the same way, for any stage graph. Each forward and backward
 gets a slot, a whole number, and each device does its actions by ascending slot. Let d(s) be the

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from whale.scheduling.list_pass import Policy
-from whale.scheduling.problem import Problem
+from whale.scheduling.problem import OrderProblem
 
 SEED = 2023
 ALWAYS = 1e3
@@ -38,7 +38,7 @@ class Keys:
     back: float = 1.0
     offset: float = -ALWAYS
 
-    def of(self, problem: Problem) -> list[float]:
+    def of(self, problem: OrderProblem) -> list[float]:
         """The key of every job. Weight parts get 0: these passes take them as fillers."""
         heads, backs = _alone(problem)
         interval = max(
@@ -58,7 +58,7 @@ class Keys:
         return forwards + backwards + [0.0] * problem.size
 
 
-def policies(problem: Problem, count: int) -> Iterator[tuple[Keys, Policy]]:
+def policies(problem: OrderProblem, count: int) -> Iterator[tuple[Keys, Policy]]:
     """The first `count` ones, always the same."""
     num = problem.graph.num_devices
     quarter = num + num // 4
@@ -95,7 +95,7 @@ def policies(problem: Problem, count: int) -> Iterator[tuple[Keys, Policy]]:
         )
 
 
-def _alone(problem: Problem) -> tuple[list[float], list[float]]:
+def _alone(problem: OrderProblem) -> tuple[list[float], list[float]]:
     """Earliest starts of forward and backward of each stage for a micro-batch that is alone."""
     heads = [0.0] * problem.graph.num_stages
     backs = [0.0] * problem.graph.num_stages

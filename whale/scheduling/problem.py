@@ -28,7 +28,7 @@ from whale.scheduling.event_loop import Jobs
 from whale.scheduling.memory import ROUNDING, memory_changes
 
 
-class Problem:
+class OrderProblem:
     """The input of a search in the form in which it is fastest to compute on."""
 
     def __init__(self, graph: StageGraph, costs: Costs, num_micro_batch: int) -> None:

@@ -31,7 +31,7 @@ class Transfer(NamedTuple):
     peers: tuple[int, ...]
 
 
-class Step(Enum):
+class LaunchedStep(Enum):
     """What is launched."""
 
     SEND = auto()
@@ -42,7 +42,7 @@ class Step(Enum):
 class Launch(NamedTuple):
     """Something that a rank puts into its queue."""
 
-    step: Step
+    step: LaunchedStep
     peer: int
     number: int = 0
     """of a message that is waited for, counted in its channel"""
@@ -86,18 +86,18 @@ def _launches(transfers: Sequence[Transfer], window: int) -> Iterator[Launch]:
         nonlocal num_posted
         stop = last_posted(num_posted, num_received, window, len(receives))
         for peers in receives[num_posted:stop]:
-            yield from (Launch(Step.RECEIVE, peer) for peer in peers)
+            yield from (Launch(LaunchedStep.RECEIVE, peer) for peer in peers)
         num_posted = stop
 
     yield from post(0)
     for is_send, peers in transfers:
         if is_send:
-            yield from (Launch(Step.SEND, peer) for peer in peers)
+            yield from (Launch(LaunchedStep.SEND, peer) for peer in peers)
             continue
         num_received += 1
         yield from post(num_received)
         for peer in peers:
-            yield Launch(Step.WAIT, peer, of_channel[peer])
+            yield Launch(LaunchedStep.WAIT, peer, of_channel[peer])
             of_channel[peer] += 1
 
 
@@ -113,9 +113,9 @@ def finishes(of_rank: Mapping[int, Sequence[Launch]]) -> bool:
     def begins(rank: int, launch: Launch) -> bool:
         outward = (rank, launch.peer)
         inward = (launch.peer, rank)
-        if launch.step is Step.WAIT:
+        if launch.step is LaunchedStep.WAIT:
             return num_over(inward) > launch.number
-        begun, channel = (sent, outward) if launch.step is Step.SEND else (received, inward)
+        begun, channel = (sent, outward) if launch.step is LaunchedStep.SEND else (received, inward)
         if num_over(channel) < begun[channel]:
             return False
         begun[channel] += 1

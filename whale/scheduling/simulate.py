@@ -13,11 +13,11 @@ from whale.scheduling.action import Action, Kind, Schedule
 from whale.scheduling.check import ScheduleError, device_peaks
 from whale.scheduling.costs import Costs, lower_bound
 from whale.scheduling.event_loop import StuckError, run_in_order
-from whale.scheduling.problem import Problem
+from whale.scheduling.problem import OrderProblem
 
 
 @dataclass(frozen=True)
-class Timeline:
+class ScheduleTimes:
     """A schedule with times, in the unit of its costs."""
 
     schedule: Schedule
@@ -45,11 +45,11 @@ class Timeline:
         return 1 - sum(self.busy_s) / (step * len(self.busy_s)) if step else 0.0
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs) -> ScheduleTimes:
     """Times of every action. Takes schedules with messages and plain compute orders; raises
     `ScheduleError` on a deadlock.
     """
-    problem = Problem(schedule.stage_graph, costs, schedule.num_micro_batch)
+    problem = OrderProblem(schedule.stage_graph, costs, schedule.num_micro_batch)
     jobs, whole = problem.jobs(schedule.orders)
     durations = problem.durations(whole)
     try:
@@ -64,7 +64,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         for order, row in zip(schedule.orders, jobs, strict=True)
     ]
     split = any(not is_whole for is_whole in whole)
-    return Timeline(
+    return ScheduleTimes(
         schedule=schedule,
         starts=tuple(tuple(start for start, _ in row) for row in rows),
         ends=tuple(tuple(end for _, end in row) for row in rows),
@@ -77,7 +77,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def _times(
-    problem: Problem,
+    problem: OrderProblem,
     order: tuple[Action, ...],
     row: list[int],
     durations: list[float],

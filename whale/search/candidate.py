@@ -125,11 +125,6 @@ class Candidate:
         """Ranks of the cluster that no replica names."""
         return tuple(sorted(set(range(num_devices)) - set(self.ranks)))
 
-    def with_all(self, **changes: object) -> Candidate:
-        """The candidate with these fields of every replica changed."""
-        changed = tuple(replace(each, **changes) for each in self.replicas)  # type: ignore[arg-type]
-        return replace(self, replicas=changed)
-
     def describe(self) -> str:
         """One line for people: `2 replicas of 3 + 4 devices, 8 micro-batches, auto`."""
         zero = f", ZeRO {self.memory.zero}" if self.memory.zero else ""

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from whale.capture.graph import module_name
-from whale.operations.nodes import op_name
+from whale.operations.table import row_of
 from whale.planning.stages import state_behind
 from whale.search.outline import Outline
-from whale.sharding.space import PRODUCTS
 
 LARGE_PART = 0.005
 """of all trained bytes: smaller parameters are never worth a split of their own"""
@@ -71,7 +70,7 @@ def large_weights(outline: Outline) -> list[LargeWeight]:
     for name, nodes in readers.items():
         tensor = state[name]
         is_large = tensor.trainable and tensor.num_bytes > LARGE_PART * total
-        if not is_large or any(op_name(node) not in PRODUCTS for node in nodes):
+        if not is_large or any(not row_of(node).weighted for node in nodes):
             continue
         read = 0.0
         given = 0.0

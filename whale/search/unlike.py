@@ -21,30 +21,19 @@ def plan_of_candidate(
     """The plan of any candidate without offload; ranks that no replica names take no part.
     Raises ValueError where it cannot be. `model`: fingerprint of the graph, where it is known.
     """
-    return plan_of_replicas(
-        problem,
-        specs_of(candidate),
-        model or fingerprint(problem.captured),
-        may_leave_out=True,
-    )
-
-
-def specs_of(candidate: Candidate) -> tuple[ReplicaSpec, ...]:
-    """The replicas of a candidate as planning takes them."""
-    recompute = candidate.memory.recompute
-    return tuple(_spec(replica, recompute) for replica in candidate.replicas)
+    specs = [_spec(replica, candidate.memory.recompute) for replica in candidate.replicas]
+    graph = model or fingerprint(problem.captured)
+    return plan_of_replicas(problem, specs, graph, may_leave_out=True)
 
 
 def _spec(replica: ReplicaChoice, recompute: Recompute) -> ReplicaSpec:
-    groups = replica.groups
-    stages = [_stage(group) for group in groups]
-    if replica.starts is not None:
-        place = loop if replica.schedule == "interleaved" else zigzag
-        devices = place(len(groups), replica.num_chunks)
-        stages = [
-            _stage(groups[device], start if number else None)
-            for number, (device, start) in enumerate(zip(devices, replica.starts, strict=True))
-        ]
+    """One replica as planning takes it, when they are given one by one."""
+    place = loop if replica.schedule == "interleaved" else zigzag
+    stages = []
+    for stage, group in enumerate(place(len(replica.groups), replica.num_chunks)):
+        # the first stage starts at the first operation, whatever that is
+        start = replica.starts[stage] if replica.starts is not None and stage else None
+        stages.append(_stage(replica.groups[group], start))
     return ReplicaSpec(
         stages=tuple(stages),
         num_samples=replica.num_samples,

@@ -33,7 +33,12 @@ from math import prod
 
 from whale.plans.grid import Grid, Interval
 from whale.plans.layout import Layout, whole
-from whale.sharding.redistribution_steps import Block, Ranges, Redistribution, Step
+from whale.sharding.redistribution_steps import (
+    MovedBlock,
+    Ranges,
+    Redistribution,
+    RedistributionStep,
+)
 
 TWO_STEPS_FROM = 65_536
 """elements that two steps must save to be worth one more message: about the 0.2 ms of a hop at 1.3
@@ -141,7 +146,7 @@ def _also_cut(layout: Layout, dim: int, axes: Sequence[str]) -> tuple[tuple[str,
 
 def _steps(
     source: Layout, target: Layout, grid: Grid, place: int, even_collectives: bool
-) -> tuple[Step, ...]:
+) -> tuple[RedistributionStep, ...]:
     hops = route(source, target, grid, even_collectives)
     steps = [_Hop(a, b, grid).step(place) for a, b in zip(hops, hops[1:])]
     return tuple(step for step in steps if not step.is_identity)
@@ -195,22 +200,22 @@ class _Hop:
             for dim in range(len(layout.cuts))
         )
 
-    def step(self, place: int) -> Step:
+    def step(self, place: int) -> RedistributionStep:
         sends = []
-        terms: dict[tuple[int, ...], list[Block]] = {}
+        terms: dict[tuple[int, ...], list[MovedBlock]] = {}
         for other in self.grid.subgroup(place, self.moving):  # line (2): to agree is mutual
             leaving = self.parts(place, other)
             if leaving is not None:
-                sends.append(Block(other, leaving[0]))
+                sends.append(MovedBlock(other, leaving[0]))
             arriving = self.parts(other, place)
             if arriving is not None:
-                terms.setdefault(self._term(other), []).append(Block(other, arriving[1]))
+                terms.setdefault(self._term(other), []).append(MovedBlock(other, arriving[1]))
         group = self.grid.subgroup(place, self.moving) if self.moving else ()
         if not any(self.num_sent(member) for member in group):
             group = ()
         counts = [self._count(self.source, member) for member in group]
         counts += [self._count(self.target, member) for member in group]
-        return Step(
+        return RedistributionStep(
             place=place,
             places=group,
             input_shape=self.source.local_shape(self.grid, place),

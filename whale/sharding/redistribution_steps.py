@@ -18,7 +18,7 @@ Ranges = tuple[tuple[Interval, ...], ...]
 
 
 @dataclass(frozen=True)
-class Block:
+class MovedBlock:
     """What goes to, or comes from, one place; `ranges` are those of the local tensor that it is
     taken from or put into.
     """
@@ -46,7 +46,7 @@ class Block:
         return True
 
 
-def in_order(blocks: Sequence[Block], shape: Sequence[int]) -> bool:
+def in_order(blocks: Sequence[MovedBlock], shape: Sequence[int]) -> bool:
     """Whether the blocks, one after the other, are the whole contiguous tensor."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     stop = 0
@@ -61,7 +61,7 @@ def in_order(blocks: Sequence[Block], shape: Sequence[int]) -> bool:
 
 
 @dataclass(frozen=True)
-class Step:
+class RedistributionStep:
     """One round of messages, seen from one place."""
 
     place: int
@@ -70,11 +70,11 @@ class Step:
     input_shape: tuple[int, ...]
     shape: tuple[int, ...]
     """of the local result"""
-    sends: tuple[Block, ...]
+    sends: tuple[MovedBlock, ...]
     """in the order of the receivers, this place (what it keeps) among them; ranges of the local
     input
     """
-    terms: tuple[tuple[Block, ...], ...]
+    terms: tuple[tuple[MovedBlock, ...], ...]
     """what is summed, in order; the blocks of one term, this place's among them, do not overlap;
     ranges of the local result
     """
@@ -88,7 +88,7 @@ class Step:
     """
 
     @cached_property
-    def own(self) -> tuple[Block, Block] | None:
+    def own(self) -> tuple[MovedBlock, MovedBlock] | None:
         """What this place keeps: where it is in the input, where it goes in the result."""
         here = [block for block in self.sends if block.place == self.place]
         there = [block for term in self.terms for block in term if block.place == self.place]
@@ -146,7 +146,7 @@ class Step:
         )
 
     @cached_property
-    def leaving(self) -> tuple[Block, ...]:
+    def leaving(self) -> tuple[MovedBlock, ...]:
         """What an all-to-all sends, in the order of the places."""
         return tuple(block for block in self.sends if self.own_travels or block.place != self.place)
 
@@ -192,7 +192,7 @@ class Step:
         )
 
 
-def most_held(steps: Sequence[Step]) -> int:
+def most_held(steps: Sequence[RedistributionStep]) -> int:
     """Elements that steps, one after the other, hold at most beside the input of the first."""
     return max(
         (
@@ -211,8 +211,8 @@ class Redistribution:
 
     source: Layout
     target: Layout
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
+    forward: tuple[RedistributionStep, ...]
+    backward: tuple[RedistributionStep, ...]
     sends: bool = False
     """somewhere on the grid something is sent, forward"""
     sends_back: bool = False

@@ -24,6 +24,7 @@ from whale.capture.samples import SampleFlow
 from whale.costs.costs import NodeCost
 from whale.operations.nodes import op_name
 from whale.operations.operation import Operation, Shapes
+from whale.operations.table import row_of
 from whale.plans.grid import AXES
 from whale.plans.layout import Cut, Layout
 from whale.plans.sharding import ORDER, Sharding
@@ -31,12 +32,6 @@ from whale.sharding.dims import Granules, Value, tensor_of, value_of
 from whale.sharding.expert_rows import journeys
 from whale.sharding.options import PARTIAL, SAME, Option, Placement, options_of, summa_options
 from whale.sharding.repeats import Repeats, find_repeats
-
-PRODUCTS = frozenset(
-    ["linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "embedding"]
-    + ["_grouped_mm", "grouped_mm_fallback", "expert_mm"]
-)
-"""operations whose weights x and y cut"""
 
 
 @dataclass(frozen=True)
@@ -209,7 +204,7 @@ class Space:
 
     def _weight_slots(self, node: Node) -> list[int]:
         """Inputs of a product that are made of parameters only, and are matrices."""
-        if op_name(node) not in PRODUCTS:
+        if not row_of(node).weighted:
             return []
         kinds = self.program.kinds
         inputs = self.operations[node].inputs

@@ -5,7 +5,7 @@ A message of n bytes over a link of rate r and latency l that is free at time t 
 t + n / r + l; the link is free again at t + n / r. The rate may depend on n (`cluster/network.py`).
 Devices of one host have a link of their own for each direction of each pair; all messages that
 leave a host share its network card, and so do all-reduces of gradients. Where one device does not
-fill the card, a message keeps the device's way out and the card each for its own time, and arrives
+fill the card, a message occupies the device's outgoing link and the card each for its own time, and arrives
 when it has left both.
 
 An all-reduce takes the time of a ring over the slowest link of its group. A ring of k devices that
@@ -44,7 +44,7 @@ from whale.scheduling.action import ENDS_BACKWARD
 
 
 @dataclass(frozen=True)
-class Message:
+class TimedMessage:
     """One message, from the moment at which it is sent until it has arrived."""
 
     name: str
@@ -64,7 +64,7 @@ class Links:
         self.network = network
         self._factor = factor
         self._free: dict[tuple[int, int] | str, float] = {}
-        self.messages: list[Message] = []
+        self.messages: list[TimedMessage] = []
 
     def send(self, name: str, source: int, destination: int, num_bytes: float, now: float) -> float:
         """Returns when a message that is sent now arrives, and takes its link until it has left."""
@@ -79,7 +79,7 @@ class Links:
                 free = max(free, self._book((source, source), seconds, now))
         arrival = free + self._factor * link.latency_s
         self.messages.append(
-            Message(name, source, destination, num_bytes, now, free - seconds, arrival)
+            TimedMessage(name, source, destination, num_bytes, now, free - seconds, arrival)
         )
         return arrival
 
@@ -174,7 +174,7 @@ def all_reduces_of(
 def _own_stages(
     plan: Plan, stages: Sequence[int], ranks: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """For each rank its own among these stages of the whole plan, as its replica counts them."""
+    """Those of these stages of the whole plan that each rank runs, as its replica counts them."""
     first_stages = stage_offsets(plan)
     found = []
     for rank in ranks:

@@ -82,7 +82,7 @@ class Account:
 
     @property
     def _trained_bytes(self) -> float:
-        """Of what this rank updates."""
+        """Bytes of the parameters that this rank updates."""
         whole = sum(state.trained_bytes for state in self.held)
         return whole - (self.zero.absent(self.zero.trained_bytes) if self.zero is not None else 0)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from whale.plans.away import AwayFigures
-from whale.simulation.communication import Message
+from whale.simulation.communication import TimedMessage
 
 ALL_REDUCE = "all-reduce"
 UPDATE = "update"
@@ -103,7 +103,7 @@ class Timeline:
 
     devices: tuple[DeviceTimeline, ...]
     """by rank"""
-    messages: tuple[Message, ...]
+    messages: tuple[TimedMessage, ...]
     gradients_s: float
     """when all gradients are reduced everywhere"""
     step_s: float
@@ -210,55 +210,19 @@ class Timeline:
         )
 
     def trace_events(self) -> list[dict[str, Any]]:
+        """The events of a Chrome trace: a process for each host, two threads for each rank, one of
+        them for what it sends, and a counter of its memory.
+        """
         hosts = {
             host: place
             for place, host in enumerate(dict.fromkeys(device.host for device in self.devices))
         }
         rows: list[dict[str, Any]] = []
         for host, process in hosts.items():
-            rows.append(
-                {
-                    "name": "process_name",
-                    "ph": "M",
-                    "pid": process,
-                    "args": {"name": f"host {host}"},
-                }
-            )
+            name = {"name": f"host {host}"}
+            rows.append({"name": "process_name", "ph": "M", "pid": process, "args": name})
         for device in self.devices:
-            process = hosts[device.host]
-            row = 2 * device.rank
-            for number, name in (
-                (row, f"rank {device.rank} {device.kind}"),
-                (row + 1, f"rank {device.rank} sends"),
-            ):
-                rows.append(
-                    {
-                        "name": "thread_name",
-                        "ph": "M",
-                        "pid": process,
-                        "tid": number,
-                        "args": {"name": name},
-                    }
-                )
-            rows += [
-                _slice(e.name, "wait" if e.is_wait else "compute", process, row, e.start_s, e.end_s)
-                for e in device.events
-            ]
-            for point in device.memory:
-                args = {
-                    "activations": point.activation_bytes,
-                    "other": point.total_bytes - point.activation_bytes,
-                }
-                name = f"memory of rank {device.rank}, bytes"
-                rows.append(
-                    {
-                        "name": name,
-                        "ph": "C",
-                        "pid": process,
-                        "ts": point.time_s * MICROSECONDS,
-                        "args": args,
-                    }
-                )
+            rows += _device_events(device, hosts[device.host])
         for message in self.messages:
             process = hosts[self.devices[message.source].host]
             to = f"{message.name} to rank {message.destination}, {message.num_bytes:.0f} bytes"
@@ -273,6 +237,35 @@ class Timeline:
                 )
             )
         return rows
+
+
+def _device_events(device: DeviceTimeline, process: int) -> list[dict[str, Any]]:
+    """Names of the threads of one rank, what it does, and how full its memory is."""
+    row = 2 * device.rank
+    rows: list[dict[str, Any]] = []
+    for number, name in (
+        (row, f"rank {device.rank} {device.kind}"),
+        (row + 1, f"rank {device.rank} sends"),
+    ):
+        thread = {"name": "thread_name", "ph": "M", "pid": process, "tid": number}
+        rows.append({**thread, "args": {"name": name}})
+    for event in device.events:
+        kind = "wait" if event.is_wait else "compute"
+        rows.append(_slice(event.name, kind, process, row, event.start_s, event.end_s))
+    for point in device.memory:
+        rows.append(
+            {
+                "name": f"memory of rank {device.rank}, bytes",
+                "ph": "C",
+                "pid": process,
+                "ts": point.time_s * MICROSECONDS,
+                "args": {
+                    "activations": point.activation_bytes,
+                    "other": point.total_bytes - point.activation_bytes,
+                },
+            }
+        )
+    return rows
 
 
 def _slice(

@@ -24,7 +24,7 @@ emulation
 
 
 @dataclass(frozen=True)
-class Piece:
+class SentPiece:
     """What one rank sends another of one message."""
 
     source: int
@@ -156,7 +156,7 @@ class Times:
         """Samples of each micro-batch of the planned mini-batch that this rank runs on."""
         return self._num_samples[rank]
 
-    def pieces(self, edge: Edge, micro_batch: int, replica: int, gradient: bool) -> list[Piece]:
+    def pieces(self, edge: Edge, micro_batch: int, replica: int, gradient: bool) -> list[SentPiece]:
         """Pieces of the message between two stages, or of its gradient on the way back; everything
         between the same two ranks is one.
         """
@@ -171,12 +171,12 @@ class Times:
         return self._pieces[key]
 
     @cached_property
-    def _pieces(self) -> dict[tuple[Edge, int, int, bool], list[Piece]]:
+    def _pieces(self) -> dict[tuple[Edge, int, int, bool], list[SentPiece]]:
         return {}  # micro-batches of one size are cut alike
 
     def _make_pieces(
         self, edge: Edge, micro_batch: int, replica: int, gradient: bool
-    ) -> Iterator[Piece]:
+    ) -> Iterator[SentPiece]:
         crossings = [
             c
             for c in self.plan.crossings
@@ -199,7 +199,7 @@ class Times:
         for (source, destination), num_bytes in total.items():
             a = ranks[0][source]
             b = ranks[1][destination]
-            yield Piece(b, a, num_bytes) if gradient else Piece(a, b, num_bytes)
+            yield SentPiece(b, a, num_bytes) if gradient else SentPiece(a, b, num_bytes)
 
     def _intervals(self, micro_batch: int, replica: int, device: int) -> tuple[Interval, ...]:
         return self.samples.devices(micro_batch, replica, device)

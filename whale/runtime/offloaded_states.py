@@ -1,0 +1,303 @@
+"""Optimizer states whose home is the memory of the host or a disk: the update goes through blocks of
+parameters, and the states of one are on the device from just before its update to just after it,
+those of the next on their way (docs/memory.md).
+
+Where the plan updates a block on the host, and its parameters are in host memory, too, the optimizer
+works on its states where they lie, by torch's fused kernels for CPUs.
+
+States come to be in the first update of a block: then it gets its layout, the tensors of its states
+one behind the other, and its place at home. From then on they lie in a slot of a pool during the
+update. Counters (one number) stay with the optimizer. Between steps `optimizer.state` has these
+only; `expand` puts the others back, as they lie at home, for checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from whale.compat import has_step_hooks
+from whale.devices import LocalDevice
+from whale.plans.blocks import slots_of
+from whale.runtime.homes import Homes, HostHome, aligned, bytes_of, contiguous_strides, tensor_in
+from whale.runtime.job import Job
+from whale.runtime.residence import Pool, Residence
+from whale.runtime.stage_updates import BY_PARAMETER, step_some
+
+STREAMED = BY_PARAMETER | {torch.optim.Adafactor, torch.optim.Muon}
+"""optimizers that update each parameter by its own gradient and state only"""
+
+
+@dataclass(frozen=True)
+class StateBlock:
+    """Parameters of this rank whose states come and go together."""
+
+    parameters: tuple[torch.nn.Parameter, ...]
+    home: HostHome
+    at_home: bool = False
+    """it is updated where it lies: its parameters are in the memory of the host, too"""
+
+
+@dataclass(frozen=True)
+class _State:
+    """A tensor of the optimizer state in a block."""
+
+    parameter: torch.nn.Parameter
+    key: str
+    start: int
+    """byte of the block at which it lies"""
+    empty: Tensor
+    """of its dtype"""
+    shape: tuple[int, ...]
+
+    def inside(self, buffer: Tensor) -> Tensor:
+        """Where it lies in the bytes of its block."""
+        return tensor_in(buffer, self.start, self.empty, self.shape, contiguous_strides(self.shape))
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What is the same in two layouts where a state is."""
+        return (id(self.parameter), self.key, self.shape, self.empty.dtype)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    states: tuple[_State, ...]
+    num_bytes: int
+
+
+class OffloadedStates:
+    """Steps an optimizer whose states live elsewhere."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, blocks: Sequence[StateBlock], device: LocalDevice
+    ) -> None:
+        """`blocks`: in the order of their update; parameters of no block keep their states."""
+        self._optimizer = optimizer
+        refuse(optimizer)
+        own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        self._blocks: list[StateBlock] = []
+        for block in blocks:
+            parameters = tuple(each for each in block.parameters if id(each) in own)
+            if parameters:
+                self._blocks.append(replace(block, parameters=parameters))
+        self._device = device
+        self._layouts: dict[int, _Layout] = {}
+        self._residence: Residence | None = None
+        """None until all blocks have had a layout, and after one has changed"""
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes on the device through which states come and go."""
+        return self._residence.pool.num_bytes if self._residence is not None else 0
+
+    def step(self) -> None:
+        """One step of the optimizer."""
+        inside = {id(each) for block in self._blocks for each in block.parameters}
+        rest = {
+            id(each)
+            for group in self._optimizer.param_groups
+            for each in group["params"]
+            if id(each) not in inside
+        }
+        if rest:
+            step_some(self._optimizer, rest)
+        # of a block without gradients nothing changes
+        due = [
+            number
+            for number, block in enumerate(self._blocks)
+            if any(each.grad is not None for each in block.parameters)
+        ]
+        residence = self._residence or self._made()
+        streamed = [number for number in due if not self._blocks[number].at_home]
+        residence.begin([(number,) for number in streamed if number in self._layouts])
+        is_old = False
+        for number in due:
+            is_old |= self._step_block(number, residence)
+        if is_old:
+            residence.drain()
+            self._residence = None
+
+    def _step_block(self, number: int, residence: Residence) -> bool:
+        """Updates the parameters of a block; whether its layout has changed."""
+        block = self._blocks[number]
+        before = self._layouts.get(number)
+        buffer: Tensor | None = None
+        if before is not None:
+            buffer = self._bring(number, residence)
+            for state in before.states:
+                self._optimizer.state[state.parameter][state.key] = state.inside(buffer)
+        with fused(self._optimizer) if block.at_home else contextlib.nullcontext():
+            step_some(self._optimizer, {id(each) for each in block.parameters})
+        after = self._layout(block)
+        if before is not None and buffer is not None and _is_same(before, after):
+            for state in before.states:
+                slot = state.inside(buffer)
+                now = self._optimizer.state[state.parameter][state.key]
+                if now.data_ptr() != slot.data_ptr():  # an optimizer that makes new tensors
+                    slot.copy_(now)
+            self._detach(before)
+            if not block.at_home:
+                residence.changed(number)
+            return False
+        self._take_home(number, after)
+        return True
+
+    def _bring(self, number: int, residence: Residence) -> Tensor:
+        """The bytes of a block, where the optimizer may write to them."""
+        block = self._blocks[number]
+        if block.at_home:
+            block.home.check(number)
+            return block.home.where(number)
+        residence.need(number)
+        return residence.pool.buffer(number)
+
+    def _layout(self, block: StateBlock) -> _Layout:
+        """The states that the parameters of a block have now, one behind the other."""
+        found = []
+        start = 0
+        for parameter in block.parameters:
+            for key, state in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(state, Tensor) and state.numel() > 1:
+                    empty = state.new_empty(0)
+                    found.append(_State(parameter, key, start, empty, tuple(state.shape)))
+                    start += aligned(state.nbytes)
+        return _Layout(tuple(found), start)
+
+    def _take_home(self, number: int, layout: _Layout) -> None:
+        """The states of a block go where its home is, straight from the optimizer."""
+        if not layout.states:
+            self._layouts.pop(number, None)
+            return
+        pieces = []
+        for state in layout.states:
+            tensor = self._optimizer.state[state.parameter][state.key]
+            pieces.append((state.start, bytes_of(tensor.contiguous())))
+        home = self._blocks[number].home
+        home.begin_store_pieces(number, pieces, layout.num_bytes).wait()
+        self._layouts[number] = layout
+        self._detach(layout)
+
+    def _detach(self, layout: _Layout) -> None:
+        for state in layout.states:
+            self._optimizer.state[state.parameter].pop(state.key)
+
+    def _made(self) -> Residence:
+        """The pool for the layouts of now, and what brings blocks into it."""
+        sizes = [
+            self._layouts[number].num_bytes if number in self._layouts and not block.at_home else 0
+            for number, block in enumerate(self._blocks)
+        ]
+        slot_of = slots_of(sizes, [0] * len(sizes))
+        dtypes = [torch.uint8] * len(sizes)
+        pool = Pool(sizes, slot_of, dtypes, self._device.name)
+        self._residence = Residence(pool, Homes([block.home for block in self._blocks]))
+        return self._residence
+
+    # ---- checkpoints
+
+    def expand(self) -> None:
+        """Gives the optimizer its states as they lie at home, to be read."""
+        self._settle()
+        for number, layout in self._layouts.items():
+            home = self._blocks[number].home
+            home.check(number)
+            where = home.where(number)
+            for state in layout.states:
+                self._optimizer.state[state.parameter][state.key] = state.inside(where)
+
+    def collapse(self) -> None:
+        """Takes back what `expand` gave."""
+        for layout in self._layouts.values():
+            self._detach(layout)
+
+    def take_all(self) -> None:
+        """Takes states home that the optimizer has got, from a checkpoint."""
+        self._settle()
+        self._residence = None
+        self._layouts.clear()
+        for number, block in enumerate(self._blocks):
+            self._take_home(number, self._layout(block))
+
+    def close(self) -> None:
+        """Waits for everything on its way."""
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._residence is not None:
+            self._residence.drain()
+        self._device.synchronise()
+
+
+def _is_same(before: _Layout, after: _Layout) -> bool:
+    return [each.kind for each in before.states] == [each.kind for each in after.states]
+
+
+FUSED_ON_HOST = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+"""optimizers of which torch has a fused kernel for CPUs"""
+
+
+@contextlib.contextmanager
+def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, groups take the fused kernel whose form of update the user has left open."""
+    open_groups = []
+    if type(optimizer) in FUSED_ON_HOST:
+        for group in optimizer.param_groups:
+            is_open = group.get("fused") is None and group.get("foreach") is None
+            is_plain = all(each.is_floating_point() for each in group["params"])
+            if is_open and is_plain and not group.get("differentiable"):
+                open_groups.append(group)
+    for group in open_groups:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in open_groups:
+            group["fused"] = None
+
+
+def refuse(optimizer: torch.optim.Optimizer) -> None:
+    """Raises where a step in pieces is not known to be the same."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in STREAMED:
+        known = ", ".join(sorted(kind.__name__ for kind in STREAMED))
+        raise ValueError(
+            f'"offload" of optimizer states updates some parameters at a time, and nothing says '
+            f"that {name} treats each by itself. Try: one of {known}, or "
+            '"offload": {"optimizer": false}'
+        )
+    if has_step_hooks(optimizer):
+        raise ValueError(
+            f'"offload" of optimizer states calls {name}.step() several times in a step, so that '
+            "its hooks would run several times. Try: no step hooks, or "
+            '"offload": {"optimizer": false}'
+        )
+
+
+def offloaded_states(job: Job, optimizer: torch.optim.Optimizer) -> OffloadedStates | None:
+    """What steps an optimizer whose states the plan gives a home elsewhere; None: there are none."""
+    rank = job.ranks.rank
+    updated = job.updated
+    maker = job.homes("states")
+    found = []
+    for block in job.plan.blocks:
+        if rank in block.ranks and block.states != "device":
+            tensors = [updated[name] for name in block.parameters if name in updated]
+            parameters = [each for each in tensors if isinstance(each, torch.nn.Parameter)]
+            on_host = all(each.device.type == "cpu" for each in parameters)
+            # weights that are at home on the host of an accelerator are updated there
+            at_home = on_host and (block.updated_on == "host" or job.ranks.device.is_accelerator)
+            found.append(StateBlock(tuple(parameters), maker.home(block.states), at_home))
+    if not found:
+        return None
+    if job.config.optimizer_state != "fp32":
+        raise ValueError(
+            f'"optimizer_state": "{job.config.optimizer_state}" and "offload" of optimizer states '
+            'cannot both be set. Try: "optimizer_state": "fp32", or '
+            '"offload": {"optimizer": false}'
+        )
+    return OffloadedStates(optimizer, found, job.ranks.device)
