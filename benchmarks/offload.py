@@ -121,7 +121,7 @@ def claim(name: str, held: Timeline, away: Timeline, made: wh.Plan) -> Claim:
     details = {
         "step that holds everything s": held.step_s,
         "step s": away.step_s,
-        "step s with updates under the next forward": ahead,
+        "step s if updates ran under the next forward": ahead,
         "seconds that the links need": links_s,
         "over the step that holds everything": away.step_s / held.step_s,
         "GB on the fullest device": max(d.peak_total_bytes for d in away.devices) / GIGA,

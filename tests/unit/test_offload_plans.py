@@ -144,6 +144,87 @@ def test_the_shorter_update_is_taken() -> None:
     assert where == [{"device"}, {"host"}]
 
 
+def test_what_torch_has_beside_weights_goes_with_them() -> None:
+    """On accelerators gradients and states are where the parameter is: nothing of an update moves."""
+    made = plan(offload={"weights": "host"}, num_micro_batch=2)
+    homes = {(each.weights, each.gradients, each.states) for each in made.blocks}
+    assert homes == {("host", "host", "host")}
+    assert {block.updated_on for block in made.blocks} == {"host"}
+    trained = 4 * (WIDTH * WIDTH + WIDTH) * 4
+    away = wh.simulate(made).devices[0].away
+    assert away is not None
+    moved = {each.what: (each.in_bytes, each.out_bytes) for each in away.traffic}
+    assert moved == {"weights": (4 * trained, 0), "gradients": (0, 2 * trained)}
+    assert (away.update.in_s, away.update.out_s) == (0, 0) and away.update.work_s > 0
+
+
+def test_cpu_ranks_update_states_where_they_lie() -> None:
+    devices = Cluster.uniform(2, "CPU").with_memories(HOST, DISK)
+    config = {"strategy": "data", "offload": {"optimizer": "host"}}
+    sample = {"x": torch.zeros(8, WIDTH)}
+    made = wh.plan(Net(), sample, cluster=devices, config=config)
+    assert {block.updated_on for block in made.blocks} == {"host"}
+    away = wh.simulate(made).devices[0].away
+    assert away is not None and not away.traffic and not away.pool_bytes
+    assert {each.what for each in away.held} == {"optimizer state"}
+
+
+def test_gradients_alone_do_not_leave_an_accelerator() -> None:
+    with pytest.raises(ValueError, match=r"gradients at home elsewhere are for weights or"):
+        plan(offload={"gradients": "host"})
+    made = plan(offload={"gradients": "host", "optimizer": "host"})
+    assert {(each.weights, each.updated_on) for each in made.blocks} == {("device", "host")}
+
+
+# ---- activations
+
+
+class Wide(nn.Module):
+    """Layers that save a tensor of 8 MB for each of 8 samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def wide(memory: HostMemory, **config: Any) -> Plan:
+    sample = {"x": torch.zeros(8, 2**15, WIDTH)}
+    devices = Cluster.uniform(1, "V100-16GB").with_memories(memory)
+    settings = {"offload": {"activations": "host"}, **config}
+    return wh.plan(Wide(), sample, cluster=devices, config=settings)
+
+
+def test_three_segments_of_activations_are_on_the_device() -> None:
+    """A sample saves 24 tensors of 8 MiB (the batch itself stays): 1,536 MiB of 8 samples go out. A
+    segment ends with the tensor that fills it, of 64 MiB.
+    """
+    mib = 2**20
+    here = wide(HOST, offload=False)
+    away = wide(HOST)
+    held = wh.simulate(away).devices[0].away
+    assert held is not None
+    assert held.in_memory("host") == 24 * 64 * mib
+    assert held.forward[0].num_pieces == 1536 // (64 + 32)
+    segments = 3 * (64 + 32) * mib
+    freed = [wh.simulate(each).devices[0].peak_bytes["activations"] for each in (here, away)]
+    inside = 0.02 * (24 - 3) * 64 * mib
+    assert freed[0] - freed[1] == pytest.approx(24 * 64 * mib - segments + inside, rel=1e-6)
+
+
+def test_a_host_that_is_too_small_for_all_of_them_makes_some_recomputed() -> None:
+    small = HostMemory(10**9, 100 * GIGA, 12 * GIGA)
+    made = wide(small)
+    stage = made.stages[0]
+    assert 0 < stage.num_recomputed < stage.num_regions
+    away = wh.simulate(made).devices[0].away
+    assert away is not None and 0 < away.in_memory("host") <= 10**9
+
+
 def test_ranks_of_a_host_share_its_link() -> None:
     """Two links for eight devices: each gets a quarter of one."""
     assert HOST.bytes_per_s(8) == 6 * GIGA

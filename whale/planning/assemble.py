@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -100,23 +100,37 @@ def _with_homes(problem: Problem, draft: Draft, plan: Plan) -> Plan:
         problem.config.num_micro_batch,
         scheduling.peaks_in_flight(draft.schedule),
         draft.device_loads.samples_by_rank(problem.largest_micro_batch),
+        draft.activations,
     )
     assert plan.figures is not None
-    saved = [stage.memory.saved for stage in plan.figures.stages]
-    activations = account.activation_bytes(saved, step.in_flight, step.shares)
+    activations = account.activation_bytes(step.activations, step.in_flight, step.shares)
     homes = account.homes(draft.device_loads, activations)
     template = replace(
         plan.template,
         stages=tuple(replace(stage, activations=homes.activations) for stage in plan.stages),
     )
+    placed = with_homes(blocks, account, homes)
     return replace(
         plan,
         zero=level,
-        blocks=tuple(with_homes(blocks, account, homes)),
+        notes=(*plan.notes, *_grid_notes(placed)),
+        blocks=tuple(placed),
         templates=(template,),
         folders=_folders(problem, homes),
         figures=account.figures(plan.figures, draft.device_loads, step),
     )
+
+
+def _grid_notes(blocks: Sequence[Block]) -> list[str]:
+    """A note on weights at home elsewhere that a grid cuts: such a plan can only be looked at."""
+    found = [block for block in blocks if not block.ends and block.weights != "device"]
+    if not found:
+        return []
+    return [
+        f"weights of {count(len(found), 'block')} that `split` cuts (first: "
+        f"{found[0].parameters[0]}) are at home elsewhere: this can be planned and simulated, and "
+        "is refused where it would run"
+    ]
 
 
 def _folders(problem: Problem, homes: Homes) -> dict[str, str]:

@@ -42,6 +42,7 @@ from whale.planning.stages import (
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.workload import Workload
 from whale.planning.zero import ZeroChoice
+from whale.plans.away import StageActivations
 from whale.plans.plan import Crossing, Stage
 from whale.plans.shares import DoesNotFit, check_batch, those_that_fit
 from whale.plans.virtual_devices import DevicePlacement, place
@@ -82,6 +83,8 @@ class Draft:
     """with more of it the step would be shorter"""
     regions: tuple[Regions, ...] = ()
     """of every stage: what is recomputed in backward"""
+    activations: tuple[StageActivations, ...] = ()
+    """of every stage: what it saves; empty where that stays on the device"""
     why_chunks: str = ""
 
     @cached_property
@@ -244,6 +247,8 @@ class OrderDrafts:
                 problem, self.workload, cut.task_graphs, split, assignment, tuple(device_of_stage)
             )
         )
+        choice = tuple((stage.num_regions, stage.num_recomputed) for stage in best.stages)
+        is_away = priced_cut.offload.activations != "device"
         return Draft(
             order=self.order,
             task_graphs=cut.task_graphs,
@@ -263,6 +268,7 @@ class OrderDrafts:
             lost_s=priced_cut.lost_seconds(best),
             is_short_of_memory=priced_cut.is_short(plain),
             regions=priced_cut.regions(best.stages),
+            activations=tuple(priced_cut.activations(choice)) if is_away else (),
         )
 
     def _assign(self, cut: Cut) -> tuple[Assignment, list[int]]:

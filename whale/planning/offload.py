@@ -8,7 +8,7 @@ shares with nobody has blocks of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from whale.config import Config
@@ -32,6 +32,18 @@ class Offload:
         if not isinstance(config.offload, dict):
             return Offload()
         return Offload(**cast("dict[str, Any]", config.offload))
+
+    def as_run(self, on_accelerators: bool) -> Offload:
+        """What the runtime makes of it. On accelerators torch has gradients and optimizer states
+        where their parameter is: those of weights that are at home elsewhere are on the host.
+        """
+        if not on_accelerators or self.weights == "device":
+            return self
+        return replace(
+            self,
+            gradients="host" if self.gradients == "device" else self.gradients,
+            optimizer="host" if self.optimizer == "device" else self.optimizer,
+        )
 
     @property
     def level(self) -> int:

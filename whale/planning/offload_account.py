@@ -4,11 +4,12 @@ on the devices, what moves in a step, and where the optimizer runs.
 With own parts of blocks of W bytes of weights (trained: T) on a rank, states of r T:
 
     optimizer on the host    out: gradients T; work: (3 + 2 r) T at the rate of the host's memory;
-                             in: weights T. The host has a copy of the weights             (1)
+                             in: weights T; one after the other. The host has a copy of the
+                             weights, and the gradients                                     (1)
     optimizer on the device  in: states r T; out: states r T, two blocks of them at a time  (2)
 
-whichever is shorter for the slowest rank. Classes that are at home elsewhere besides move as well:
-weights on the host need not go in after (1), and go in and out in (2).
+whichever is shorter for the slowest rank. Weights and gradients that are at home elsewhere are
+updated there: they need neither go out nor in for (1). CPU ranks update states where they lie.
 """
 
 from __future__ import annotations
@@ -25,18 +26,17 @@ from whale.planning.split import Split
 from whale.planning.workload import Workload
 from whale.planning.zero import ZeroChoice
 from whale.plans.away import (
-    PIECES,
     AwayFigures,
     Held,
+    StageActivations,
     Traffic,
     Transfers,
     UpdateTimes,
-    resident,
 )
-from whale.plans.blocks import Block, Memory, slots_of
+from whale.plans.blocks import STATES, WEIGHTS_TOO, Block, Memory, slots_of
 from whale.plans.figures import Figures
 from whale.plans.plan import DeviceMemory
-from whale.scheduling.memory import Bytes
+from whale.scheduling.memory import NOTHING
 from whale.simulation.memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS
 from whale.units import human_bytes
 
@@ -205,8 +205,7 @@ class OffloadAccount:
             return size.weights
         if what == "gradients":
             return size.alone
-        copies = 1.0 if self._copies_weights else 0.0
-        return (ratio + copies) * size.trained
+        return (ratio + self._copied_weights + self._copied_gradients) * size.trained
 
     def _by_host(self, by_rank: Mapping[int, float]) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -261,7 +260,38 @@ class OffloadAccount:
             for rank, share in self._shares(group, devices).items():
                 parts = group.parts(share)
                 memory[rank] = self._on_device(memory[rank], homes, number, parts)
-        return replace(devices, memory=tuple(memory), shortage=self.shortage(homes))
+        shortage = self._refusal or self.shortage(homes)
+        return replace(devices, memory=tuple(memory), shortage=shortage)
+
+    @cached_property
+    def _refusal(self) -> str | None:
+        """What the runtime would refuse of gradients elsewhere; None: nothing."""
+        offload = self.offload
+        if offload.gradients == "device":
+            return None
+        if offload.weights == "device" and any(group.is_grid for group in self.groups):
+            return "gradients of weights that `split` cuts are summed on the device"
+        if not self.on_accelerators:
+            return None
+        if offload.weights == "device" and self.zero.level == WEIGHTS_TOO:
+            return "at level 3 of ZeRO gradients are where the weights are, on the device"
+        if self._tied is not None:
+            return (
+                f"{self._tied} is tied between stages on different devices, which cannot sum its "
+                "gradient on their hosts"
+            )
+        return None
+
+    @cached_property
+    def _tied(self) -> str | None:
+        """A parameter that several groups have."""
+        seen: set[str] = set()
+        for group in self.groups:
+            names = {name for block in group.blocks for name in block}
+            if seen & names:
+                return min(seen & names)
+            seen |= names
+        return None
 
     def _on_device(
         self, memory: DeviceMemory, homes: Homes, group: int, parts: Sequence[Part]
@@ -302,25 +332,37 @@ class OffloadAccount:
                 absent[GRADIENTS] += part.alone
             if homes.of[group, "optimizer"][block] != "device":
                 absent[OPTIMIZER] += ratio * part.trained
-        largest = max((part.trained for part in parts), default=0.0)
         if absent[OPTIMIZER] and self.updated_on == "device":
-            pool += 2 * ratio * largest
+            pool += self._state_slots(homes.of[group, "optimizer"], parts)
         if absent[GRADIENTS] and own.is_grid:
-            pool += largest
+            pool += max((part.trained for part in parts), default=0.0)
         return absent, pool + sum(slots.values())
+
+    def _state_slots(self, homes: Sequence[Memory], parts: Sequence[Part]) -> float:
+        """Bytes of the slots through which optimizer states come and go."""
+        sizes = []
+        for home, part in zip(homes, parts, strict=True):
+            if home != "device" and part.trained:
+                sizes.append(round(self.zero.ratio * part.trained))
+        slots: dict[int, int] = {}
+        for slot, size in zip(slots_of(sizes, [0] * len(sizes)), sizes, strict=True):
+            slots[slot] = max(size, slots.get(slot, 0))
+        return float(sum(slots.values()))
 
     # ---- times
 
     @cached_property
     def updated_on(self) -> str:
-        """Where the optimizer runs: where the slowest rank takes less time."""
-        if self.offload.optimizer == "device":
+        """Where the optimizer runs: where weights or gradients are at home, else where the slowest
+        rank takes less time.
+        """
+        offload = self.offload
+        if offload.optimizer == "device":
             return "device"
+        if not self.on_accelerators or {offload.weights, offload.gradients} != {"device"}:
+            return "host"
         times = {}
-        has_memory = all(
-            self.cluster.memories_of(host).memory is not None for host in self.cluster.hosts
-        )
-        for where in ("host", "device") if has_memory else ("device",):
+        for where in ("host", "device") if self._may_update_on_host else ("device",):
             slowest = 0.0
             for group in self.groups:
                 parts = group.parts(1 / len(group.ranks))
@@ -340,6 +382,23 @@ class OffloadAccount:
             times[where] = slowest
         return min(times, key=lambda where: times[where])
 
+    @property
+    def on_accelerators(self) -> bool:
+        return self.cluster.has_accelerators_only
+
+    @property
+    def _may_update_on_host(self) -> bool:
+        """Whether a copy of the weights on the host may be updated (`runtime/zero.py`). Levels above
+        1 have parts of gradients on the device in every backward; a grid cuts weights itself; and
+        gradients on hosts of accelerators are not all-reduced.
+        """
+        return (
+            self.zero.level == STATES
+            and self._tied is None
+            and not any(group.is_grid for group in self.groups)
+            and all(self.cluster.memories_of(host).memory for host in self.cluster.hosts)
+        )
+
     def _update(
         self,
         rank: int,
@@ -354,11 +413,15 @@ class OffloadAccount:
         number = self.num_ranks[device.host]
         in_s = out_s = 0.0
         if where == "host":
-            assert memories.memory is not None
-            rate_in, rate_out = memories.rates("host", number)
-            out_s = classes["gradients"].get("device", 0.0) / rate_out
-            in_s = classes["weights"].get("device", 0.0) / rate_in
-            work_s = self.update_passes * trained / (memories.memory.memory_bytes_per_s / number)
+            byte_s = device.kind.byte_s
+            if memories.memory is not None:
+                byte_s = number / memories.memory.memory_bytes_per_s
+            work_s = self.update_passes * trained * byte_s
+            if self.on_accelerators and self.offload.weights == "device":
+                num_blocks = 1
+                rate_in, rate_out = memories.rates("host", number)
+                out_s = classes["gradients"].get("device", 0.0) / rate_out
+                in_s = trained / rate_in
             for what, is_written in (("weights", True), ("gradients", False), ("optimizer", True)):
                 on_disk = classes[what].get("disk", 0.0)
                 if on_disk and memories.disk is not None:
@@ -376,10 +439,13 @@ class OffloadAccount:
         return UpdateTimes(out_s, work_s, in_s, max(1, num_blocks))
 
     def activation_bytes(
-        self, saved: Sequence[Bytes], in_flight: Sequence[int], shares: Sequence[int]
+        self,
+        activations: Sequence[StageActivations],
+        in_flight: Sequence[int],
+        shares: Sequence[int],
     ) -> dict[int, float]:
-        """By rank: bytes of activations that are elsewhere at the same time. `saved`: by stage, of a
-        micro-batch; `shares`: by rank, samples of the largest one.
+        """By rank: bytes of activations that are elsewhere at the same time. `activations`: by
+        stage; `shares`: by rank, samples of the largest micro-batch.
         """
         if self.offload.activations == "device":
             return {}
@@ -387,7 +453,8 @@ class OffloadAccount:
         for group in self.groups:
             for rank in group.ranks:
                 found[rank] = sum(
-                    in_flight[stage] * saved[stage].of(shares[rank]) for stage in group.stages
+                    in_flight[stage] * activations[stage].moved.of(shares[rank])
+                    for stage in group.stages
                 )
         return found
 
@@ -395,8 +462,7 @@ class OffloadAccount:
         """The figures of a plan with what is at home elsewhere. `figures`: as if activations were
         on the devices, and blocks on those that ZeRO gives them to.
         """
-        saved = [stage.memory.saved for stage in figures.stages]
-        activations = self.activation_bytes(saved, step.in_flight, step.shares)
+        activations = self.activation_bytes(step.activations, step.in_flight, step.shares)
         homes = self.homes(devices, activations)
         made: dict[object, AwayFigures] = {}
         update_s = list(figures.update_s)
@@ -412,14 +478,17 @@ class OffloadAccount:
                     step.shares[rank],
                 )
                 if key not in made:
-                    made[key] = self._of_rank(rank, number, share, homes, saved, step)
+                    made[key] = self._of_rank(rank, number, share, homes, step)
                 one = made[key]
                 made[key] = replace(one, ranks=(*one.ranks, rank))
                 update_s[rank] *= self._rest(group, one, devices.memory[rank])
-        stages = figures.stages
-        if self.offload.activations != "device":
-            stages = tuple(replace(stage, memory=resident(stage.memory)) for stage in stages)
-        return replace(figures, stages=stages, update_s=tuple(update_s), away=tuple(made.values()))
+        stages = list(figures.stages)
+        for number, stage_activations in enumerate(step.activations):
+            here = stage_activations.resident(stages[number].memory)
+            stages[number] = replace(stages[number], memory=here)
+        return replace(
+            figures, stages=tuple(stages), update_s=tuple(update_s), away=tuple(made.values())
+        )
 
     def _rest(self, group: Group, one: AwayFigures, memory: DeviceMemory) -> float:
         """The part of a rank's parameters that it updates as if nothing were elsewhere."""
@@ -437,7 +506,6 @@ class OffloadAccount:
         number: int,
         share: float,
         homes: Homes,
-        saved: Sequence[Bytes],
         step: StepLoad,
     ) -> AwayFigures:
         group = self.groups[number]
@@ -450,10 +518,11 @@ class OffloadAccount:
         update = UpdateTimes()
         if any(absent.values()):
             update = self._update(rank, classes, trained, len(parts), self.updated_on)
-        forward, backward = self._transfers(homes, number, parts, saved, rates)
+        own_step = replace(step, shares=(step.shares[rank],))
+        forward, backward = self._transfers(homes, number, parts, own_step, rates)
         return AwayFigures(
             ranks=(),
-            held=tuple(self._held(homes, group, classes, saved, rank, step)),
+            held=tuple(self._held(homes, classes, trained, rank, step)),
             absent=absent,
             pool_bytes=pool,
             stages=group.stages,
@@ -461,7 +530,7 @@ class OffloadAccount:
             backward=tuple(backward),
             update=update,
             updated_on=self.updated_on,
-            traffic=tuple(self._traffic(homes, group, classes, saved, rank, step)),
+            traffic=tuple(self._traffic(homes, group, classes, rank, step)),
         )
 
     def _by_memory(
@@ -487,10 +556,12 @@ class OffloadAccount:
         homes: Homes,
         number: int,
         parts: Sequence[Part],
-        saved: Sequence[Bytes],
+        step: StepLoad,
         rates: _Rates,
     ) -> tuple[list[Transfers], list[Transfers]]:
-        """What the forwards and backwards of every stage move."""
+        """What the forwards and backwards of every stage move. `step`: with the share of this rank
+        alone.
+        """
         group = self.groups[number]
         forward = []
         backward = []
@@ -504,10 +575,13 @@ class OffloadAccount:
                 parts[block].alone * rates.out_s(homes.of[number, "gradients"][block])
                 for block in own
             )
-            size = saved[stage]
             out_s = rates.out_s(homes.activations)
             in_s = rates.in_s(homes.activations)
-            pieces = [len(own)] * bool(weights_s or gradients_s) + [PIECES] * bool(out_s)
+            size = NOTHING
+            pieces = [len(own)] if weights_s or gradients_s else []
+            if step.activations:
+                size = step.activations[stage].moved
+                pieces.append(step.activations[stage].num_pieces(step.shares[0]))
             count = max(1, min(pieces, default=1))
             forward.append(
                 Transfers(
@@ -521,9 +595,8 @@ class OffloadAccount:
     def _held(
         self,
         homes: Homes,
-        group: Group,
         classes: Mapping[str, Mapping[Memory, float]],
-        saved: Sequence[Bytes],
+        trained: float,
         rank: int,
         step: StepLoad,
     ) -> Iterator[Held]:
@@ -531,28 +604,30 @@ class OffloadAccount:
             for memory, number in own.items():
                 if memory != "device" and number:
                     yield Held(CLASS_OF[what], memory, number)
-        copies = sum(classes["weights"].values()) if self._copies_weights else 0.0
-        if copies:
-            yield Held(WEIGHTS, "host", copies)
-        activations = self.activation_bytes(saved, step.in_flight, step.shares).get(rank, 0.0)
-        if activations:
-            yield Held(ACTIVATIONS, homes.activations, activations)
+        if self._copied_weights and trained:
+            yield Held(WEIGHTS, "host", trained)
+        if self._copied_gradients and trained:
+            yield Held(GRADIENTS, "host", trained)
+        by_rank = self.activation_bytes(step.activations, step.in_flight, step.shares)
+        if by_rank.get(rank):
+            yield Held(ACTIVATIONS, homes.activations, by_rank[rank])
 
     @property
-    def _copies_weights(self) -> bool:
+    def _copied_weights(self) -> bool:
         """Whether the host has a copy of weights that are at home on the device: to update it."""
-        return (
-            self.updated_on == "host"
-            and self.offload.optimizer != "device"
-            and self.offload.weights == "device"
-        )
+        is_on_host = self.on_accelerators and self.updated_on == "host"
+        return is_on_host and self.offload.weights == "device"
+
+    @property
+    def _copied_gradients(self) -> bool:
+        """Whether it has their gradients for the update."""
+        return self._copied_weights and self.offload.gradients == "device"
 
     def _traffic(
         self,
         homes: Homes,
         group: Group,
         classes: Mapping[str, Mapping[Memory, float]],
-        saved: Sequence[Bytes],
         rank: int,
         step: StepLoad,
     ) -> Iterator[Traffic]:
@@ -563,18 +638,20 @@ class OffloadAccount:
         for memory, number in classes["weights"].items():
             if memory != "device" and number:
                 yield Traffic(WEIGHTS, memory, (2 * times + on_device) * number, on_device * number)
-            elif is_updated and self.updated_on == "host" and number:
+            elif self._copied_weights and number:
                 yield Traffic(WEIGHTS, "host", number, 0.0)
         for memory, number in classes["gradients"].items():
             if memory != "device" and number:
                 yield Traffic(GRADIENTS, memory, on_device * number, times * number)
-            elif is_updated and self.updated_on == "host" and number:
+            elif self._copied_gradients and number:
                 yield Traffic(GRADIENTS, "host", 0.0, number)
         for memory, number in classes["optimizer"].items():
             if memory != "device" and number and (on_device or memory == "disk"):
                 yield Traffic(OPTIMIZER, memory, number, number)
         if homes.activations != "device":
-            number = sum(saved[stage].of(step.shares[rank]) for stage in group.stages)
+            number = sum(
+                step.activations[stage].moved.of(step.shares[rank]) for stage in group.stages
+            )
             yield Traffic(ACTIVATIONS, homes.activations, times * number, times * number)
 
 
@@ -587,6 +664,8 @@ class StepLoad:
     """by stage: most micro-batches at the same time"""
     shares: Sequence[int]
     """by rank: samples of the largest micro-batch"""
+    activations: Sequence[StageActivations] = ()
+    """by stage: what it saves; empty where that stays on the device"""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def may_offload(problem: Problem) -> bool:
 def _has(problem: Problem, memory: Memory) -> bool:
     """Whether every host has such a memory beside its devices."""
     cluster = problem.cluster
-    if memory == "host" and any(device.kind.is_cpu for device in cluster.devices):
+    if memory == "host" and not cluster.has_accelerators_only:
         return False
     return all(cluster.memories_of(host).size(memory) for host in cluster.hosts)
 
@@ -97,9 +97,18 @@ def tries(problem: Problem) -> Iterator[Try]:
     for home, spills in memories:
         for step in STEPS:
             offload = Offload(**dict.fromkeys(step, home), spills=spills)
-            if not problem.updates_alone and offload.has_blocks:
+            if not _is_run(problem, offload):
                 continue
             yield Try(max(given, offload.level), offload)
+
+
+def _is_run(problem: Problem, offload: Offload) -> bool:
+    """Whether the runtime takes such homes beside the other settings."""
+    if offload.has_blocks and not problem.updates_alone:
+        return False
+    if offload.optimizer != "device" and problem.config.optimizer_state != "fp32":
+        return False
+    return offload.activations == "device" or not problem.config.compile
 
 
 def fitting(problem: Problem, make: Make, first: DoesNotFit) -> Made:
@@ -148,6 +157,13 @@ def refuse_without_memory(problem: Problem) -> None:
     """Refuses homes that the cluster file does not have."""
     config = problem.config
     offload = problem.offload or Offload.of(config)
+    is_alone = offload.gradients != "device" and {offload.weights, offload.optimizer} == {"device"}
+    if problem.cluster.has_accelerators_only and is_alone:
+        raise ValueError(
+            f'"offload": {config.offload!r}: gradients at home elsewhere are for weights or '
+            "optimizer states that are, too: accelerators update parameters with gradients on the "
+            'device. Try: "offload": {"optimizer": "host", "gradients": "host"}'
+        )
     for memory in sorted(offload.memories):
         for host in problem.cluster.hosts:
             if problem.cluster.memories_of(host).size(memory):

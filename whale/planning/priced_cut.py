@@ -31,12 +31,13 @@ from whale.planning.schedules import (
     schedule_costs,
 )
 from whale.planning.split import Split, together_seconds
-from whale.planning.split_memory import grid_memory, repeated_part, saved_on_grid
+from whale.planning.split_memory import activations_on_grid, grid_memory, repeated_part
 from whale.planning.stages import Assignment
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.workload import Workload
 from whale.planning.zero import ZeroChoice, level_of
 from whale.planning.zero_blocks import Sharing
+from whale.plans.away import StageActivations
 from whale.plans.blocks import GRADIENTS_TOO, STATES
 from whale.plans.plan import Crossing, DeviceMemory, Stage
 from whale.plans.shares import Load
@@ -149,8 +150,14 @@ class PricedCut:
         everything = self._stages_saved.everything(nothing.fastest)
         if self.problem.config.recompute is True:
             return [everything]
-        some = enough(self._stages_saved, self._demands(nothing), nothing.fastest)
-        return list(dict.fromkeys((self._stages_saved.nothing, some, everything)))
+        demands = self._demands(nothing)
+        some = enough(self._stages_saved, demands, nothing.fastest)
+        found = [self._stages_saved.nothing, some, everything]
+        if self._is_away and not self._fits_elsewhere(nothing, dict(enumerate(found[0]))):
+            saving = replace(self._stages_saved, is_short_elsewhere=True)
+            found.append(enough(saving, demands, nothing.fastest))
+            found.append(saving.everything(nothing.fastest))
+        return list(dict.fromkeys(found))
 
     def _worth_looking_at(self, candidates: Sequence[tuple[Choice, str]]) -> list[Priced]:
         """Priced; without those for which every order takes longer than one that fits. Known orders
@@ -352,8 +359,16 @@ class PricedCut:
                 if device.grid is not None
                 else None
             )
-            found.append(Demand(stages, order, shared, tuple(ranks), most))
+            elsewhere = partial(self._fits_elsewhere, priced) if self._is_away else None
+            found.append(Demand(stages, order, shared, tuple(ranks), most, elsewhere))
         return found
+
+    def _fits_elsewhere(self, priced: Priced, choice: Mapping[int, Counts]) -> bool:
+        """Whether the hosts have memory for what is at home there, in the schedule of `priced`."""
+        whole = tuple(choice[stage] for stage in range(len(choice)))
+        activations = self._activations(whole, priced.fastest, priced.device_loads)
+        homes = self.account.homes(priced.device_loads, activations)
+        return self.account.shortage(homes) is None
 
     def _most_on_grid(
         self,
@@ -469,17 +484,22 @@ class PricedCut:
         """By rank: bytes of activations that are elsewhere at the same time."""
         if not self._is_away:
             return {}
-        saved = []
+        shares = devices.without_limits().samples_by_rank(self.problem.largest_micro_batch)
+        in_flight = scheduling.peaks_in_flight(schedule)
+        return self.account.activation_bytes(self.activations(choice), in_flight, shares)
+
+    def activations(self, choice: Choice) -> list[StageActivations]:
+        """What every stage saves of a micro-batch, if that is at home elsewhere."""
+        found = []
         for stage, counts in enumerate(choice):
             if stage in self.split.shardings:
-                sharding = self.split.shardings[stage]
                 regions = self._stages_saved.regions(stage, counts)
                 space = self.split.spaces[stage]
-                saved.append(saved_on_grid(self.workload, space, sharding, regions))
+                sharding = self.split.shardings[stage]
+                found.append(activations_on_grid(self.workload, space, sharding, regions))
             else:
-                saved.append(self._stages_saved.saved_of(stage, counts))
-        shares = devices.without_limits().samples_by_rank(self.problem.largest_micro_batch)
-        return self.account.activation_bytes(saved, scheduling.peaks_in_flight(schedule), shares)
+                found.append(self._stages_saved.activations_of(stage, counts))
+        return found
 
     @cached_property
     def account(self) -> OffloadAccount:
@@ -496,9 +516,8 @@ class PricedCut:
     @cached_property
     def offload(self) -> Offload:
         """Where the classes of tensors are at home."""
-        if self.problem.offload is not None:
-            return self.problem.offload
-        return Offload.of(self.problem.config)
+        wanted = self.problem.offload or Offload.of(self.problem.config)
+        return wanted.as_run(self.problem.cluster.has_accelerators_only)
 
     @cached_property
     def zero(self) -> ZeroChoice:

@@ -23,7 +23,7 @@ from whale.planning.pricing import OnGrids, sharded_weights
 from whale.planning.recompute import Regions
 from whale.planning.split import Split, together_seconds
 from whale.planning.workload import INSIDE_OPERATIONS, Workload
-from whale.plans.away import RESIDENT
+from whale.plans.away import SEGMENTS_HERE, StageActivations
 from whale.plans.figures import Seconds, StageFigures, StageTimes
 from whale.plans.grid import AXES
 from whale.plans.plan import DeviceMemory
@@ -50,8 +50,11 @@ def grid_memory(
     for stage, number in zip(stages, in_flight, strict=True):
         space = split.spaces[stage]
         own = recomputed.get(stage, {})
-        here = RESIDENT if is_away else number
-        saved += here * saved_on_grid(workload, space, split.shardings[stage], own)
+        sharding = split.shardings[stage]
+        if is_away:
+            saved += activations_on_grid(workload, space, sharding, own).here
+        else:
+            saved += number * saved_on_grid(workload, space, sharding, own)
         saved_whole += number * workload.saved.total(space.program.operations, (), own)
     alone = max(0.0, whole.sample_bytes - saved_whole.sample_bytes)
     workspaces = [
@@ -191,6 +194,19 @@ def saved_on_grid(workload: Workload, space: Space, sharding: Sharding, regions:
     return Bytes(
         sample_bytes + copies * sharding.gathered.sample_bytes,
         round(fixed_bytes + copies * sharding.gathered.fixed_bytes),
+    )
+
+
+def activations_on_grid(
+    workload: Workload, space: Space, sharding: Sharding, regions: Regions
+) -> StageActivations:
+    """What a device of the grid saves of a micro-batch, if that is at home elsewhere."""
+    return StageActivations.of(
+        saved_on_grid(workload, space, sharding, regions),
+        NOTHING,
+        workload.saved.largest(saved_parts(workload, space, sharding, regions), SEGMENTS_HERE),
+        workload.batch_size,
+        INSIDE_OPERATIONS,
     )
 
 

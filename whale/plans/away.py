@@ -1,10 +1,10 @@
 """What is at home outside of the devices, as figures: bytes in each memory, what moves in a step, and
 how long that takes. Simulation, emulation and report compute on it.
 
-What forward saves goes out in pieces, while the next ones are made, and comes back in pieces, one
-ahead of its use: of a micro-batch at most `RESIDENT` of it is on the device. Weights come block by
-block in the same way. An action that moves i seconds in and o seconds out, in n pieces, and computes
-for c seconds takes
+What forward saves goes out in segments, while the next ones are made, and comes back in segments, one
+ahead of its use (`runtime/activations.py`): at most `SEGMENTS_HERE` of them are on the device. Weights
+come block by block in the same way. An action that moves i seconds in and o seconds out, in n
+pieces, and computes for c seconds takes
 
     max(c, i, o) + (i + o) / n                                                                   (1)
 
@@ -17,12 +17,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from whale.plans.blocks import Memory
-from whale.scheduling.memory import NOTHING, ActionMemory
+from whale.scheduling.memory import ActionMemory, Bytes
 
-PIECES = 8
-"""of what a micro-batch saves, that go out and come back one after the other"""
-RESIDENT = 3 / PIECES
-"""one in use, one on its way in, one on its way out (`scheduling/residence.py` proves it)"""
+SEGMENT_BYTES = 32 * 1024**2
+"""saved tensors go out and come back in segments of at least so much: a segment is full with the
+tensor that reaches it
+"""
+SEGMENTS_HERE = 3
+"""in forward one that fills, a full one, and one on its way out; in backward one that is used, the
+one before it as far as something still holds it, and one on its way in
+"""
 
 
 class Held(NamedTuple):
@@ -116,6 +120,39 @@ class AwayFigures:
         return sum(each.num_bytes for each in self.held if each.memory == memory)
 
 
-def resident(memory: ActionMemory) -> ActionMemory:
-    """What a stage holds on the device of a micro-batch whose activations are at home elsewhere."""
-    return replace(memory, saved=NOTHING, workspace=memory.workspace + RESIDENT * memory.saved)
+@dataclass(frozen=True)
+class StageActivations:
+    """What a stage saves of a micro-batch, where that is at home elsewhere."""
+
+    moved: Bytes
+    """goes out and comes back"""
+    stays: Bytes
+    """what the stage receives and sends, which stays on the device"""
+    segments: Bytes
+    """as many segments as are here at the same time"""
+    here: Bytes
+    """most that is on the device of what moves: the segments, or all of it where that is less; less
+    what operations would hold inside of them for a moment if all of it were here
+    """
+
+    @staticmethod
+    def of(
+        moved: Bytes, stays: Bytes, largest: Bytes, batch_size: float, inside: float
+    ) -> StageActivations:
+        """`largest`: as many of the largest tensors as segments are here; each may be the last of
+        one. `batch_size`: samples by which it is decided what is less. `inside`: the part of what
+        is here that the workspace of a backward counts besides.
+        """
+        segments = largest + Bytes(fixed_bytes=SEGMENTS_HERE * SEGMENT_BYTES)
+        here = min(moved, segments, key=lambda size: size.of(batch_size))
+        besides = inside * Bytes(moved.sample_bytes - here.sample_bytes)
+        return StageActivations(moved, stays, segments, here - besides)
+
+    def num_pieces(self, num_samples: float) -> int:
+        """Segments of a micro-batch."""
+        one = self.segments.of(num_samples) / SEGMENTS_HERE
+        return max(1, int(self.moved.of(num_samples) / one)) if one else 1
+
+    def resident(self, memory: ActionMemory) -> ActionMemory:
+        """What the stage holds on the device. `memory`: if its activations stayed there."""
+        return replace(memory, saved=self.stays, workspace=memory.workspace + self.here)
