@@ -26,6 +26,8 @@ Make = Callable[[Problem], Made]
 
 LARGE = 5000
 """operations of a graph from which on the first try that fits is taken"""
+MANY = 1000
+"""operations of a graph from which on a plan is not tried that its bytes alone rule out"""
 STEPS: tuple[tuple[str, ...], ...] = (
     ("optimizer",),
     ("activations",),
@@ -111,6 +113,30 @@ def _is_run(problem: Problem, offload: Offload) -> bool:
     return offload.activations == "device" or not problem.config.compile
 
 
+def too_many_bytes(problem: Problem, offload: Offload) -> str | None:
+    """Why no plan with these homes fits: every parameter, gradient and state is on some device at
+    least once, unless it is at home elsewhere. None: it may fit.
+    """
+    capacity = [device.kind.memory_bytes for device in problem.cluster.devices]
+    if not all(capacity):
+        return None  # there are devices without limit
+    offload = offload.as_run(problem.cluster.has_accelerators_only)
+    sizes = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
+    for state in problem.captured.state.values():
+        if state.kind == "parameter":
+            sizes["weights"] += state.num_bytes
+            sizes["gradients"] += state.trainable * state.num_bytes
+    sizes["optimizer"] = problem.optimizer_ratio * sizes["gradients"]
+    here = sum(size for what, size in sizes.items() if getattr(offload, what) == "device")
+    if here <= sum(capacity):
+        return None
+    return (
+        f"the model does not fit: its weights, gradients and optimizer state take "
+        f"{human_bytes(sum(sizes.values()))}, each held once, and the devices have "
+        f"{human_bytes(sum(capacity))} together"
+    )
+
+
 def fitting(problem: Problem, make: Make, first: DoesNotFit) -> Made:
     """The best plan in which less is on the devices; raises with the numbers of every memory where
     there is none. `make`: makes the plan of a problem; `first`: why the plain one does not fit.
@@ -120,6 +146,8 @@ def fitting(problem: Problem, make: Make, first: DoesNotFit) -> Made:
     is_large = len(problem.kinds) > LARGE
     for each in tries(problem):
         if any(fits.is_less_than(each) for _, fits, _ in found) or (found and is_large):
+            continue
+        if too_many_bytes(problem, each.offload) is not None:
             continue
         changed = replace(
             problem,

@@ -24,7 +24,13 @@ from whale.planning.balance import Order, device_orders
 from whale.planning.drafts import Draft, OrderDrafts
 from whale.planning.idle_devices import idle_decision
 from whale.planning.offload import Offload
-from whale.planning.offload_auto import fitting, may_offload, refuse_without_memory
+from whale.planning.offload_auto import (
+    MANY,
+    fitting,
+    may_offload,
+    refuse_without_memory,
+    too_many_bytes,
+)
 from whale.planning.pricing import typical_share
 from whale.planning.problem import Problem, check_loss_and_buffers
 from whale.planning.recompute import check_names
@@ -81,6 +87,9 @@ def _least_memory(problem: Problem) -> tuple[Plan, Assignment]:
     if not may_offload(problem):
         return _least_zero(problem)
     try:
+        hopeless = too_many_bytes(problem, Offload())
+        if hopeless is not None and len(problem.kinds) > MANY:
+            raise DoesNotFit(hopeless)
         return _least_zero(problem, is_trial=True)
     except DoesNotFit as error:
         return fitting(problem, partial(_best_plan, is_trial=True), error)

@@ -490,16 +490,23 @@ class PricedCut:
 
     def activations(self, choice: Choice) -> list[StageActivations]:
         """What every stage saves of a micro-batch, if that is at home elsewhere."""
-        found = []
-        for stage, counts in enumerate(choice):
-            if stage in self.split.shardings:
-                regions = self._stages_saved.regions(stage, counts)
-                space = self.split.spaces[stage]
-                sharding = self.split.shardings[stage]
-                found.append(activations_on_grid(self.workload, space, sharding, regions))
-            else:
-                found.append(self._stages_saved.activations_of(stage, counts))
-        return found
+        return [self._activations_of(stage, counts) for stage, counts in enumerate(choice)]
+
+    def _activations_of(self, stage: int, counts: Counts) -> StageActivations:
+        if stage not in self.split.shardings:
+            return self._stages_saved.activations_of(stage, counts)
+        if (stage, counts) not in self._known_activations:
+            self._known_activations[stage, counts] = activations_on_grid(
+                self.workload,
+                self.split.spaces[stage],
+                self.split.shardings[stage],
+                self._stages_saved.regions(stage, counts),
+            )
+        return self._known_activations[stage, counts]
+
+    @cached_property
+    def _known_activations(self) -> dict[tuple[int, Counts], StageActivations]:
+        return {}
 
     @cached_property
     def account(self) -> OffloadAccount:

@@ -171,15 +171,13 @@ class Demand:
     """where activations are at home elsewhere: whether the hosts have memory for those of a choice"""
 
     def fits(self, memory: DeviceMemory, choice: Mapping[int, Counts]) -> bool:
-        if self.elsewhere is not None and not self.elsewhere(choice):
-            return False
         if self.on_grid is not None:
             memory = self.on_grid(memory, choice)
         static = memory.static_bytes + self.shared_bytes
-        return all(
-            not capacity or static + samples * memory.sample_bytes <= capacity
-            for samples, capacity in self.ranks
-        )
+        for samples, capacity in self.ranks:
+            if capacity and static + samples * memory.sample_bytes > capacity:
+                return False
+        return self.elsewhere is None or self.elsewhere(choice)
 
 
 def enough(stages: Stages, demands: Sequence[Demand], schedule: scheduling.Schedule) -> Choice:
