@@ -15,9 +15,10 @@ from whale.cluster.network import Link
 from whale.planning.problem import Problem
 from whale.planning.suggestions import with_more
 from whale.plans.plan import Plan
+from whale.search.budget import Budget
 from whale.search.candidate import Candidate
 from whale.search.choose import data_parallel, none_fits, open_up
-from whale.search.search import Budget, Progress, search
+from whale.search.search import Progress, search
 from whale.search.settings import OpenSettings
 from whale.search.shapes import MOST_CLASSES, device_classes
 from whale.simulation.simulate import simulate

@@ -14,9 +14,10 @@ from whale.planning.problem import Problem
 from whale.planning.stages import Assignment
 from whale.plans.plan import Decision, Plan
 from whale.plans.shares import DoesNotFit
+from whale.search.budget import Budget
 from whale.search.drafting import Drafted, actions_seconds
 from whale.search.point import Point, Shape
-from whale.search.search import Budget, Progress, Search, search
+from whale.search.search import Progress, Search, search
 from whale.search.settings import AUTO, OpenSettings, is_open, settled
 from whale.simulation.simulate import simulate
 from whale.units import human_bytes, human_seconds, ranges

@@ -77,6 +77,8 @@ class Estimator:
     _rows: dict[frozenset[tuple[DeviceKind, int]], tuple[list[float], list[float]]] = field(
         default_factory=dict, repr=False
     )
+    _bounds: dict[tuple[tuple[int, ...], int], float] = field(default_factory=dict, repr=False)
+    _counts: dict[int, tuple[Shape, tuple[int, ...]]] = field(default_factory=dict, repr=False)
     _rings: dict[tuple[int, ...], tuple[float, float, list[tuple[str, float]]]] = field(
         default_factory=dict, repr=False
     )
@@ -111,18 +113,38 @@ class Estimator:
         """
         batch_size = self.batch_size
         most = -(-batch_size // point.num_micro_batch)
-        speed = 0.0
-        for kind, number in self._count(point.shape).items():
-            speed += number * most / self.outline.times(kind, most).total
-        return batch_size / speed
+        counts = self._count(point.shape)
+        key = (counts, most)
+        if key not in self._bounds:
+            speed = 0.0
+            for kind, number in zip(self._different_kinds, counts, strict=True):
+                if number:
+                    speed += number * most / self.outline.times(kind, most).total
+            self._bounds[key] = batch_size / speed
+        return self._bounds[key]
 
-    def _count(self, shape: Shape) -> dict[DeviceKind, int]:
-        found: dict[DeviceKind, int] = {}
+    @cached_property
+    def _different_kinds(self) -> list[DeviceKind]:
+        return list(dict.fromkeys(self._kinds))
+
+    @cached_property
+    def _kind_numbers(self) -> list[int]:
+        """Of every rank, the place of its kind among the different ones."""
+        numbers = {kind: number for number, kind in enumerate(self._different_kinds)}
+        return [numbers[kind] for kind in self._kinds]
+
+    def _count(self, shape: Shape) -> tuple[int, ...]:
+        """Devices of each kind, counted once for all points of a shape."""
+        known = self._counts.get(id(shape))
+        if known is not None and known[0] is shape:
+            return known[1]
+        found = [0] * len(self._different_kinds)
         for stages in shape.replicas:
             for ranks in stages:
                 for rank in ranks:
-                    found[self._kinds[rank]] = found.get(self._kinds[rank], 0) + 1
-        return found
+                    found[self._kind_numbers[rank]] += 1
+        self._counts[id(shape)] = shape, tuple(found)
+        return tuple(found)
 
     def guess(self, point: Point) -> float:
         """The bound with the time in which a pipeline of equal stages fills and drains, and with
@@ -468,7 +490,7 @@ class Estimator:
         backward: Sequence[float],
     ) -> float:
         """When the last all-reduce has ended; the stages close from the last to the first."""
-        sums = self._trained
+        sums = self._trained if point.shape.num_replicas > 1 else self._whole_trained
         bucket_bytes = self.outline.problem.config.bucket_bytes
         free: dict[str, float] = {}
         end_s = max(closes)
@@ -506,6 +528,10 @@ class Estimator:
                 end = max(end, free[host])
             end_s = max(end_s, end)
         return end_s
+
+    @cached_property
+    def _whole_trained(self) -> list[float]:
+        return _sums(self.outline.whole_trained_bytes)
 
     @cached_property
     def _trained(self) -> list[float]:

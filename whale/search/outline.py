@@ -12,7 +12,7 @@ takes microseconds whatever the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -36,7 +36,8 @@ Floats = npt.NDArray[np.float64]
 MOST_POINTS = 160
 """points where a stage may start, in the outline"""
 WEIGHTS_ONLY = frozenset(
-    ["tied", "trained_bytes", "other_bytes", "largest_weight_bytes", "largest_layer_bytes"]
+    ["tied", "trained_bytes", "whole_trained_bytes", "other_bytes"]
+    + ["largest_weight_bytes", "largest_layer_bytes"]
 )
 """what depends on how weights are cut"""
 
@@ -260,10 +261,14 @@ class Outline:
                 found.append(TiedBytes(tuple(segments), self._held_bytes(name)))
         return tuple(found)
 
-    def _bytes_where_first_read(self, trained_factor: float, other_factor: float) -> Floats:
+    def _bytes_where_first_read(
+        self, trained_factor: float, other_factor: float, without: Container[str] = ()
+    ) -> Floats:
         state = self.problem.captured.state
         found = np.zeros(self.num_segments)
         for name, segments in self._readers.items():
+            if name in without:
+                continue
             tensor = state[name]
             factor = trained_factor if tensor.trainable else other_factor
             found[segments[0]] += factor * self._held_bytes(name)
@@ -273,6 +278,13 @@ class Outline:
     def trained_bytes(self) -> Floats:
         """(segments,): bytes of parameters with a gradient, where they are first read."""
         return self._bytes_where_first_read(1.0, 0.0)
+
+    @cached_property
+    def whole_trained_bytes(self) -> Floats:
+        """(segments,): the same without parameters that are cut over the devices of a group, of
+        which no two hold the same.
+        """
+        return self._bytes_where_first_read(1.0, 0.0, self.split)
 
     def static_bytes(self, is_shared: bool) -> Floats:
         """(segments,): weights, gradients and optimizer state, where they are first read.

@@ -19,12 +19,13 @@ from functools import cached_property
 from whale.planning.problem import Problem, check_loss_and_buffers
 from whale.planning.schedules import FIXED_ORDERS
 from whale.plans.shares import shares_of_series
+from whale.search.budget import Budget
 from whale.search.candidate import Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
 from whale.search.drafting import Drafted, Drafting
 from whale.search.estimate import Estimator
 from whale.search.moves import best_cuts, neighbours
 from whale.search.outline import Outline
-from whale.search.point import Estimate, Point
+from whale.search.point import Estimate, Point, Shape
 from whale.search.settings import OpenSettings
 from whale.search.shapes import device_classes, partitions, shapes, subsets
 from whale.search.splits import split_candidates
@@ -34,64 +35,12 @@ LOOKED_AT = 3
 """so many times more estimates get their best cuts than are drafted"""
 NEARLY = 1.02
 """a point near to the best is drafted where its estimate is at most so many times the best"""
+WORTH_A_GRID = 0.98
+"""a candidate with a grid is drafted where its estimate is at most this part of the best: such a
+draft takes longer than others
+"""
 MOST_REFUSED = 4
 """so many times more estimates and drafts where few fit"""
-
-
-TINY = 120
-SMALL = 600
-VAST = 100_000
-"""operations of a model; of the last, times devices: the budgets of the search differ"""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How much is tried."""
-
-    estimates: int = 400
-    cut_moves: int = 200
-    """estimates of moved cuts, for each candidate that is drafted"""
-    drafts: int = 8
-    unlike: int = 2
-    """candidates of replicas that are not alike that are drafted"""
-    smaller: int = 2
-    """candidates on fewer devices that are drafted"""
-    split: int = 2
-    """candidates that split the operations of heavy parameters that are drafted"""
-    tensor: int = 1
-    """candidates of tensor parallelism that are drafted"""
-    zero: int = 3
-    """candidates with ZeRO that are drafted, where memory is short"""
-    neighbours: int = 24
-    """points near to the best that are estimated"""
-    polished: int = 2
-    """candidates that are drafted with several chunks, and with a full search for their order"""
-
-    @staticmethod
-    def for_problem(num_operations: int, num_devices: int) -> Budget:
-        """Most for tiny models, whose drafts take milliseconds; little for small ones, which are
-        not worth a long search; more for large ones. Estimates take longer on many devices.
-        """
-        estimates = max(60, 400 * 8 // max(8, num_devices))
-        if num_operations < TINY:
-            return Budget(estimates=estimates, drafts=30)
-        if num_operations < SMALL:
-            return Budget(
-                estimates=min(estimates, 120),
-                cut_moves=60,
-                drafts=5,
-                unlike=1,
-                smaller=1,
-                split=1,
-                zero=2,
-                neighbours=8,
-                polished=1,
-            )
-        if num_operations * num_devices > VAST:
-            return Budget(
-                estimates=estimates, drafts=4, split=1, tensor=0, zero=0, neighbours=4, polished=1
-            )
-        return Budget(estimates=estimates, drafts=12)
 
 
 @dataclass(frozen=True)
@@ -125,8 +74,8 @@ class Search:
     drafted: list[Drafted] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
     num_estimates: int = 0
-    is_short: bool = False
-    """memory keeps some candidates from fitting, or asks for recomputation"""
+    least_short_s: float = math.inf
+    """what the fastest of the points may take that memory keeps from fitting, or has recompute"""
     is_interrupted: bool = False
 
     def __post_init__(self) -> None:
@@ -172,7 +121,7 @@ class Search:
         found: list[Estimate] = []
         least = math.inf
         while queue and len(found) < most and tried < MOST_REFUSED * most:
-            _, _, point = heapq.heappop(queue)
+            guess, _, point = heapq.heappop(queue)
             if estimator.bound(point) > least:
                 continue
             estimate = estimator.estimate(point)
@@ -180,7 +129,7 @@ class Search:
             self.num_estimates += 1
             is_asked = self.settings.recompute is True
             if not estimate.fits or (any(estimate.recomputed) and not is_asked):
-                self.is_short = True
+                self.least_short_s = min(self.least_short_s, guess)
             if estimate.fits:
                 found.append(estimate)
                 least = min(least, estimate.step_s)
@@ -210,13 +159,30 @@ class Search:
             if shape.widest > most_wide:
                 continue
             if not estimator.can_hold(shape):
-                self.is_short = True
+                self._note_too_large(shape)
                 continue
             for chunks in self.settings.chunk_counts(shape.num_stages):
                 if shape.num_stages * chunks > self.outline.num_segments:
                     continue
                 for count in self.settings.micro_batches(batch_size // shape.widest):
                     yield Point(shape, count, chunks)
+
+    def _note_too_large(self, shape: Shape) -> None:
+        """Notes a shape whose weights do not fit, for `least_short_s`."""
+        counts = self.settings.micro_batches(self.problem.batch_size // shape.widest)
+        if counts and shape.num_devices == self.problem.cluster.num_devices:
+            guess = self.estimator.guess(Point(shape, counts[0]))
+            self.least_short_s = min(self.least_short_s, guess)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a candidate could be faster than the best if there were more memory."""
+        best = self.best
+        return (
+            math.isfinite(self.least_short_s)
+            if best is None
+            else (self.least_short_s < best.score_s)
+        )
 
     @cached_property
     def _most_wide(self) -> int:
@@ -299,7 +265,7 @@ class Search:
         found = split_candidates(self.outline, self.settings, self._most_wide > 1)
         for number, each in enumerate(found[: self.budget.split], start=1):
             best = self.best
-            if best is not None and each.step_s > best.score_s:
+            if best is not None and each.step_s > WORTH_A_GRID * best.score_s:
                 break
             self._report("split operations", number, self.budget.split)
             self.draft(each.candidate)
@@ -320,7 +286,7 @@ class Search:
         found.sort(key=lambda each: each[0].step_s)
         for number, (estimate, groups) in enumerate(found[: self.budget.tensor], start=1):
             best = self.best
-            if best is not None and estimate.step_s > best.score_s:
+            if best is not None and estimate.step_s > WORTH_A_GRID * best.score_s:
                 break
             self._report("tensor parallelism", number, self.budget.tensor)
             starts = self.outline.starts(estimate.cuts)
