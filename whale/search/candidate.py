@@ -121,6 +121,21 @@ class Candidate:
         changed = tuple(replace(each, **changes) for each in self.replicas)  # type: ignore[arg-type]
         return replace(self, replicas=changed)
 
+    def signature(self, labels: Sequence[str]) -> object:
+        """Equal for candidates that differ only in which of several devices with the same label
+        stands where, or in the order of their replicas.
+        """
+        replicas = []
+        for replica in self.replicas:
+            groups = []
+            for group in replica.groups:
+                groups.append(
+                    (tuple(sorted(labels[rank] for rank in group.ranks)), str(group.grid))
+                )
+            rest = replace(replica, groups=())
+            replicas.append((tuple(groups), str(rest)))
+        return tuple(sorted(replicas)), self.memory
+
     def describe(self) -> str:
         """One line for people: `2 replicas of 3 + 4 devices, 8 micro-batches, auto`."""
         if not self.are_alike:

@@ -18,18 +18,21 @@ from functools import cached_property
 
 from whale.planning.problem import Problem, check_loss_and_buffers
 from whale.planning.schedules import FIXED_ORDERS
-from whale.plans.shares import shares_of_series
+from whale.search.blocks import Blocks
 from whale.search.candidate import Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
 from whale.search.drafting import Drafted, Drafting
 from whale.search.estimate import Estimator
-from whale.search.moves import best_cuts, neighbours
+from whale.search.moves import best_cuts, neighbours, nudged
 from whale.search.outline import Outline
 from whale.search.point import Estimate, Point
 from whale.search.settings import OpenSettings
-from whale.search.shapes import device_classes, partitions, shapes, subsets
+from whale.search.shapes import shapes, subsets
 
 LOOKED_AT = 3
 """so many times more estimates get their best cuts than are drafted"""
+SURE_DRAFTS = 3
+MUCH = 1.1
+"""after so many drafts, those that are estimated to take so many times the best are left out"""
 NEARLY = 1.02
 """a point near to the best is drafted where its estimate is at most so many times the best"""
 MOST_REFUSED = 4
@@ -56,6 +59,8 @@ class Budget:
     """candidates on fewer devices that are drafted"""
     neighbours: int = 24
     """points near to the best that are estimated"""
+    nudges: int = 0
+    """candidates that differ from the best in one cut or one number that are drafted"""
     polished: int = 2
     """candidates that are drafted with several chunks, and with a full search for their order"""
 
@@ -66,7 +71,7 @@ class Budget:
         """
         estimates = max(60, 400 * 8 // max(8, num_devices))
         if num_operations < TINY:
-            return Budget(estimates=estimates, drafts=30)
+            return Budget(estimates=estimates, drafts=30, unlike=10, smaller=6, nudges=60)
         if num_operations < SMALL:
             return Budget(
                 estimates=min(estimates, 120),
@@ -78,7 +83,15 @@ class Budget:
                 polished=1,
             )
         if num_operations * num_devices > VAST:
-            return Budget(estimates=estimates, drafts=4, neighbours=4, polished=1)
+            return Budget(
+                estimates=estimates,
+                cut_moves=40,
+                drafts=2,
+                unlike=1,
+                smaller=1,
+                neighbours=2,
+                polished=0,
+            )
         return Budget(estimates=estimates, drafts=12)
 
 
@@ -110,6 +123,8 @@ class Search:
     settings: OpenSettings
     budget: Budget
     progress: Callable[[Progress], None] = lambda _: None
+    seeds: Sequence[Candidate] = ()
+    """drafted before all others: what was found for a problem that is nearly the same"""
     drafted: list[Drafted] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
     num_estimates: int = 0
@@ -120,9 +135,11 @@ class Search:
         self.estimator = Estimator(self.outline, self.settings.recompute)
         self.drafting = Drafting(self.problem, self.outline)
         self._neighbours_left = self.budget.neighbours
-        self._moved: dict[Estimate, Estimate] = {}
+        self.moved: dict[Estimate, Estimate] = {}
+        """estimates with their best cuts"""
         self._point_of: dict[Candidate, Point] = {}
-        self._blocks: dict[tuple[tuple[int, ...], int], Estimate | None] = {}
+        self.blocks = Blocks(self)
+        self._signatures: set[object] = set()
 
     @property
     def best(self) -> Drafted | None:
@@ -131,7 +148,9 @@ class Search:
     def run(self) -> None:
         """Fills `drafted`; an interrupt ends it with what is there."""
         try:
-            self.draft_best(self.estimated(self._points(), self.estimator))
+            for seed in self.seeds:
+                self.draft(seed)
+            self.draft_best(self.estimated(self.points(), self.estimator))
             self.draft_unlike()
             self.draft_smaller()
             self.polish()
@@ -141,9 +160,15 @@ class Search:
     # ---- estimates
 
     def estimated(
-        self, points: Iterable[Point], estimator: Estimator, most: int | None = None
+        self,
+        points: Iterable[Point],
+        estimator: Estimator,
+        most: int | None = None,
+        below_s: float = math.inf,
     ) -> list[Estimate]:
-        """Estimates that fit, the best first; at most so many."""
+        """Estimates that fit, the best first; at most so many. `below_s`: what cannot be faster
+        than that is left out.
+        """
         most = most or self.budget.estimates
         queue = []
         for place, point in enumerate(points):
@@ -151,7 +176,7 @@ class Search:
         heapq.heapify(queue)
         tried = 0
         found: list[Estimate] = []
-        least = math.inf
+        least = below_s
         while queue and len(found) < most and tried < MOST_REFUSED * most:
             _, _, point = heapq.heappop(queue)
             if estimator.bound(point) > least:
@@ -166,11 +191,11 @@ class Search:
                 self._report("estimates", self.num_estimates, self.budget.estimates)
         return sorted(found, key=lambda each: each.step_s)
 
-    def _points(
+    def points(
         self, ranks: tuple[int, ...] | None = None, num_samples: int | None = None
     ) -> Iterator[Point]:
         """Points on all devices, or on these; for the whole mini-batch, or for so many samples."""
-        most_wide = self._most_wide
+        most_wide = self.most_wide
         batch_size = num_samples or self.problem.batch_size
         for shape in shapes(self.problem.cluster, ranks):
             if shape.widest > most_wide or not self.estimator.can_hold(shape):
@@ -182,7 +207,7 @@ class Search:
                     yield Point(shape, count, chunks)
 
     @cached_property
-    def _most_wide(self) -> int:
+    def most_wide(self) -> int:
         """Over how many devices a micro-batch may be cut."""
         problem = self.problem
         try:
@@ -213,10 +238,10 @@ class Search:
         """The estimate with its cuts moved to where the step is shortest; looked up the second
         time.
         """
-        if estimate not in self._moved:
+        if estimate not in self.moved:
             better = best_cuts(self.estimator, estimate, self.budget.cut_moves)
-            self._moved[estimate] = self._moved[better] = better
-        return self._moved[estimate]
+            self.moved[estimate] = self.moved[better] = better
+        return self.moved[estimate]
 
     def draft_best(self, estimates: list[Estimate]) -> None:
         """Drafts the best estimates, not twice the same shape with nearly as many micro-batches."""
@@ -226,7 +251,8 @@ class Search:
         for number, estimate in enumerate(ordered, start=1):
             best = self.best
             if best is not None:
-                if number > self.budget.drafts or self._is_hopeless(estimate, best):
+                is_slower = number > SURE_DRAFTS and estimate.step_s > MUCH * best.score_s
+                if number > self.budget.drafts or is_slower or self._is_hopeless(estimate, best):
                     break
             elif number > MOST_REFUSED * self.budget.drafts:
                 break
@@ -238,7 +264,11 @@ class Search:
         return self.estimator.bound(estimate.point) >= best.score_s
 
     def draft(self, candidate: Candidate, tries: int | None = 60) -> Drafted | None:
-        """The plan of a candidate, kept; None where it cannot be."""
+        """The plan of a candidate, kept; None where it cannot be, or was tried before."""
+        key = (candidate.signature(self.labels), tries)
+        if key in self._signatures:
+            return None
+        self._signatures.add(key)
         try:
             drafted = self.drafting.draft(candidate, tries)
         except ValueError as error:
@@ -248,53 +278,22 @@ class Search:
         self.tried.append(Tried(candidate, drafted.step_s))
         return drafted
 
+    @cached_property
+    def labels(self) -> list[str]:
+        """What tells devices apart: kind and host."""
+        return [f"{each.kind.name} {each.host}" for each in self.problem.cluster.devices]
+
     # ---- replicas that are not alike, and fewer devices
 
     def draft_unlike(self) -> None:
-        """Classes of devices in blocks, each block with model replicas of its own shape."""
-        if self._most_wide == 1 or self.settings.num_stages is not None:
-            return
-        found: list[tuple[float, Candidate]] = []
-        for blocks in partitions(device_classes(self.problem.cluster)):
-            estimated = self._of_blocks(blocks)
-            if estimated is not None:
-                found.append(estimated)
-        found.sort(key=lambda each: each[0])
-        for number, (estimate_s, candidate) in enumerate(found[: self.budget.unlike], start=1):
+        """Devices in blocks, each block with a model replica, or alike ones, of its own shape."""
+        for number, (estimate_s, candidate) in enumerate(self.blocks.unlike(), start=1):
             best = self.best
-            if best is not None and estimate_s > best.score_s:
+            is_slower = best is not None and estimate_s > NEARLY * best.score_s
+            if number > self.budget.unlike or is_slower:
                 break
             self._report("unlike replicas", number, self.budget.unlike)
             self.draft(candidate)
-
-    def _of_blocks(self, blocks: Sequence[tuple[int, ...]]) -> tuple[float, Candidate] | None:
-        """(estimated seconds, candidate) with the best shape of every block for its samples."""
-        batch_size = self.problem.batch_size
-        speeds = []
-        for ranks in blocks:
-            speeds.append(sum(1.0 / self.estimator.sample_seconds(rank, 1) for rank in ranks))
-        series = [[samples / speed for samples in range(batch_size + 1)] for speed in speeds]
-        shares = shares_of_series(batch_size, series)
-        replicas: list[ReplicaChoice] = []
-        slowest = 0.0
-        for ranks, share in zip(blocks, shares, strict=True):
-            if not share:
-                return None
-            best = self._best_of_block(ranks, share)
-            if best is None:
-                return None
-            slowest = max(slowest, best.step_s)
-            replicas.extend(self.candidate_of(best).replicas)
-        return slowest, Candidate(tuple(replicas), MemoryChoice(self.settings.recompute))
-
-    def _best_of_block(self, ranks: tuple[int, ...], share: int) -> Estimate | None:
-        key = (ranks, share)
-        if key not in self._blocks:
-            estimator = Estimator(self.outline, self.settings.recompute, share)
-            points = self._points(ranks, share)
-            found = self.estimated(points, estimator, self.budget.estimates // 8)
-            self._blocks[key] = found[0] if found else None
-        return self._blocks[key]
 
     def draft_smaller(self) -> None:
         """The same on fewer devices: some make the step longer."""
@@ -302,12 +301,15 @@ class Search:
             return
         found: list[Estimate] = []
         for ranks in subsets(self.problem.cluster):
-            points = self._points(ranks)
-            found += self.estimated(points, self.estimator, self.budget.estimates // 8)[:1]
+            best = self.best
+            below_s = math.inf if best is None else NEARLY * best.score_s
+            points = self.points(ranks)
+            few = self.budget.estimates // 8
+            found += self.estimated(points, self.estimator, few, below_s)[:1]
         found.sort(key=lambda each: each.step_s)
         for number, estimate in enumerate(found[: self.budget.smaller], start=1):
             best = self.best
-            if best is not None and estimate.step_s > best.score_s:
+            if best is not None and estimate.step_s > NEARLY * best.score_s:
                 break
             self._report("fewer devices", number, self.budget.smaller)
             self.draft(self.candidate_of(estimate))
@@ -318,6 +320,7 @@ class Search:
         """Points near to the best, then the full search for the order of actions."""
         while self._draft_neighbours():
             pass
+        self._nudge()
         for drafted in sorted(self.drafted, key=lambda each: each.score_s)[: self.budget.polished]:
             first = drafted.candidate.replicas[0]
             if len(first.groups) > 1 and first.schedule not in FIXED_ORDERS:
@@ -344,6 +347,22 @@ class Search:
             self.draft(self.candidate_of(estimate))
         return self.best is not best
 
+    def _nudge(self) -> None:
+        """Drafts what differs from the best in one cut or one number, until none of them is
+        faster.
+        """
+        left = self.budget.nudges
+        best = None
+        while left and self.best is not best:
+            best = self.best
+            assert best is not None
+            for candidate in nudged(best.candidate, self.settings, self.outline):
+                if not left or self.best is not best:
+                    break
+                left -= 1
+                self._report("nudges", self.budget.nudges - left, self.budget.nudges)
+                self.draft(candidate)
+
     def _report(self, what: str, done: int, of: int) -> None:
         self.progress(Progress(what, done, of, self.best))
 
@@ -353,10 +372,11 @@ def search(
     settings: OpenSettings,
     budget: Budget | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
+    seeds: Sequence[Candidate] = (),
 ) -> Search:
-    """A finished search."""
+    """A finished search. `seeds`: candidates that are drafted first."""
     number = sum(1 for _ in problem.captured.compute_nodes())
     chosen = budget or Budget.for_problem(number, problem.cluster.num_devices)
-    made = Search(replace(problem), settings, chosen, progress)
+    made = Search(replace(problem), settings, chosen, progress, seeds)
     made.run()
     return made
