@@ -24,6 +24,7 @@ from whale.planning.planner import Problem, make_plan
 from whale.planning.pricing import price
 from whale.plans.plan import Plan
 from whale.plans.revise import with_devices
+from whale.search.choose import choose_plan
 
 SAMPLES = 4
 """of the batch that a model is captured with; the graph has a symbol in its place"""
@@ -95,6 +96,11 @@ class Captured:
             cluster, batch_size, optimizer_ratio, Config({"check_capture": False, **config})
         )[0]
 
+    def found_plan(self, cluster: Cluster, batch_size: int, **config: Any) -> Plan:
+        """What the search chooses."""
+        checked = Config({"check_capture": False, "strategy": "auto", **config})
+        return choose_plan(self._problem(cluster, batch_size, 2.0, checked))[0]
+
     def even_plan(
         self, cluster: Cluster, batch_size: int, optimizer_ratio: float = 2.0, **config: Any
     ) -> Plan:
@@ -118,20 +124,23 @@ class Captured:
     def _plan(
         self, cluster: Cluster, batch_size: int, optimizer_ratio: float, config: Config
     ) -> Any:
+        return make_plan(self._problem(cluster, batch_size, optimizer_ratio, config))
+
+    def _problem(
+        self, cluster: Cluster, batch_size: int, optimizer_ratio: float, config: Config
+    ) -> Problem:
         prepared = self._of(config)
-        return make_plan(
-            Problem(
-                captured=prepared.captured,
-                kinds=prepared.kinds,
-                marks={},
-                default_strategy=None,
-                term_texts=prepared.term_texts(),
-                not_additive=prepared.not_additive,
-                cluster=cluster,
-                config=config,
-                batch_size=batch_size,
-                optimizer_ratio=optimizer_ratio,
-            )
+        return Problem(
+            captured=prepared.captured,
+            kinds=prepared.kinds,
+            marks={},
+            default_strategy=None,
+            term_texts=prepared.term_texts(),
+            not_additive=prepared.not_additive,
+            cluster=cluster,
+            config=config,
+            batch_size=batch_size,
+            optimizer_ratio=optimizer_ratio,
         )
 
     def _of(self, config: Config) -> CapturedModel:
