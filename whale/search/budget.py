@@ -30,6 +30,8 @@ class Budget:
     """candidates with ZeRO that are drafted, where memory is short"""
     neighbours: int = 24
     """points near to the best that are estimated"""
+    nudges: int = 0
+    """candidates that differ from the best in one cut or one number that are drafted"""
     polished: int = 2
     """candidates that are drafted with several chunks, and with a full search for their order"""
 
@@ -40,7 +42,7 @@ class Budget:
         """
         estimates = max(60, 400 * 8 // max(8, num_devices))
         if num_operations < TINY:
-            return Budget(estimates=estimates, drafts=30)
+            return Budget(estimates=estimates, drafts=30, unlike=10, smaller=6, nudges=60)
         if num_operations < SMALL:
             return Budget(
                 estimates=min(estimates, 120),
@@ -55,6 +57,15 @@ class Budget:
             )
         if num_operations * num_devices > VAST:
             return Budget(
-                estimates=estimates, drafts=4, split=1, tensor=0, zero=0, neighbours=4, polished=1
+                estimates=estimates,
+                cut_moves=40,
+                drafts=2,
+                unlike=1,
+                smaller=1,
+                split=1,
+                tensor=0,
+                zero=0,
+                neighbours=2,
+                polished=0,
             )
         return Budget(estimates=estimates, drafts=12)

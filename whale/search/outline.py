@@ -73,6 +73,9 @@ class Outline:
     problem: Problem
     _workloads: dict[int, Workload] = field(default_factory=dict, repr=False)
     _times: dict[tuple[DeviceKind, int], SegmentTimes] = field(default_factory=dict, repr=False)
+    _lines: dict[tuple[DeviceKind, int], tuple[Floats, Floats]] = field(
+        default_factory=dict, repr=False
+    )
     split: Mapping[str, int] = field(default_factory=dict, repr=False)
     """parameter -> over how many devices it is cut, each of which holds a part of it; others are
     whole on every device
@@ -331,13 +334,25 @@ class Outline:
         if key not in self._times:
             # shares that are close have the same line: models of this size see few of them
             share = 1 << max(0, num_samples.bit_length() - 1)
-            workload = self.workload(min(share, self.problem.batch_size))
-            each = workload.times_by_operation(self.activations, kind)
-            forward = [times.forward.of(num_samples) for times in each]
-            inputs = [times.input_backward.of(num_samples) for times in each]
-            weights = [times.weight_backward.of(num_samples) for times in each]
-            backward = self._by_segment(inputs) + self._by_segment(weights)
+            fixed, per_sample = self._line(kind, min(share, self.problem.batch_size))
+            forward, inputs, weights = fixed + num_samples * per_sample
+            backward = inputs + weights
             whole = float(backward.sum())
-            part = sum(inputs) / whole if whole else 0.0
-            self._times[key] = SegmentTimes(self._by_segment(forward), backward, part)
+            part = float(inputs.sum()) / whole if whole else 0.0
+            self._times[key] = SegmentTimes(forward, backward, part)
         return self._times[key]
+
+    def _line(self, kind: DeviceKind, share: int) -> tuple[Floats, Floats]:
+        """(3, segments) each: fixed seconds and seconds of a sample of forward, input gradient and
+        weight gradient, exact for `share` samples.
+        """
+        key = (kind, share)
+        if key not in self._lines:
+            each = self.workload(share).times_by_operation(self.activations, kind)
+            parts = [[times.forward, times.input_backward, times.weight_backward] for times in each]
+            fixed = [self._by_segment([row[place].fixed_s for row in parts]) for place in range(3)]
+            slopes = [
+                self._by_segment([row[place].sample_s for row in parts]) for place in range(3)
+            ]
+            self._lines[key] = np.array(fixed), np.array(slopes)
+        return self._lines[key]
