@@ -130,7 +130,10 @@ class Search:
         tried = 0
         found: list[Estimate] = []
         least = below_s
-        while queue and len(found) < most and tried < MOST_REFUSED * most:
+        until_first = max(most, self.budget.estimates // 8)
+        while queue and len(found) < most:
+            if tried >= MOST_REFUSED * (most if found else until_first):
+                break
             guess, _, point = heapq.heappop(queue)
             if estimator.bound(point) > least:
                 continue
