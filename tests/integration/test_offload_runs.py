@@ -110,7 +110,7 @@ def disturbed(settings: dict[str, Any], fault: str) -> int:
     return num_files
 
 
-@pytest.mark.parametrize("fault", ["torn", "gone"])
+@pytest.mark.parametrize("fault", ["torn", pytest.param("gone", marks=pytest.mark.slow)])
 def test_damaged_files_end_the_job_with_their_names(fault: str, tmp_path: Path) -> None:
     settings = {"offload": {"optimizer": "disk"}, "run_folder": str(tmp_path)}
     with pytest.raises(RankError) as caught:

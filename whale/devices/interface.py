@@ -380,7 +380,9 @@ class Accelerator(LocalDevice):
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
                 # whoever drops the device's side early must not get its memory given away
-                self.used_here(source if source.device.type == self.type else target)
+                for tensor in (source, target):
+                    if tensor.device.type == self.type:
+                        self.used_here(tensor)
             return self.event()
 
     def to_host(self, tensor: Tensor) -> HostCopy:

@@ -288,9 +288,9 @@ def offloaded_states(job: Job, optimizer: torch.optim.Optimizer) -> OffloadedSta
         if rank in block.ranks and block.states != "device":
             tensors = [updated[name] for name in block.parameters if name in updated]
             parameters = [each for each in tensors if isinstance(each, torch.nn.Parameter)]
-            at_home = block.updated_on == "host" and all(
-                each.device.type == "cpu" for each in parameters
-            )
+            on_host = all(each.device.type == "cpu" for each in parameters)
+            # weights that are at home on the host of an accelerator are updated there
+            at_home = on_host and (block.updated_on == "host" or job.ranks.device.is_accelerator)
             found.append(StateBlock(tuple(parameters), maker.home(block.states), at_home))
     if not found:
         return None
