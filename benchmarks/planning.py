@@ -32,6 +32,7 @@ import whale as wh
 from whale import api
 from whale.capture.batch import read_batch
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
+from whale.model_planner import ModelPlanner
 from whale.plans.plan import Plan
 
 LAYERS = 96
@@ -136,7 +137,7 @@ def after_capture(
     config = wh.Config(settings)
     prepared = api._prepare(model, layout, tensors, None, config, "cpu")
     moments.append((time.perf_counter(), time.process_time()))
-    plan = api._plan(model, prepared, {}, cluster, config, layout)
+    plan = ModelPlanner(model, cluster, config, layout.batch_size).plan(prepared, {})
     moments.append((time.perf_counter(), time.process_time()))
     start, captured, end = moments
     clock, cpu = (
