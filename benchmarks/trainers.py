@@ -17,11 +17,10 @@ import warnings
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(
@@ -40,7 +39,10 @@ from benchmarks.side_by_side import (
     run_ranks,
     say,
 )
-from whale.integrations.accelerate import prepare
+
+# trainers are an extra (`make setup-integrations`): the benchmark can be imported without them
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 RANKS = (1, 2)
 BATCH_SIZE = 16
@@ -130,6 +132,8 @@ def stock_side(rank: int, num_ranks: int) -> Side:
 def adapted_side() -> Side:
     accelerator, model, optimizer, scheduler = parts()
     sample = gpt2.batch(0, BATCH_SIZE, LENGTH)
+    from whale.integrations.accelerate import prepare
+
     model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler, sample=sample)
 
     def whole(step: int) -> dict[str, torch.Tensor]:
@@ -155,6 +159,8 @@ def joined(step: int) -> dict[str, torch.Tensor]:
 
 def parts() -> tuple[Accelerator, Any, torch.optim.Optimizer, Any]:
     """What the script has before it is prepared."""
+    from accelerate import Accelerator
+
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=NUM_BATCHES)
     model = gpt2.build(LENGTH)
     optimizer = gpt2.make_optimizer(model.parameters())

@@ -59,11 +59,11 @@ PLANS = (
         only_for=("branches", "tied", "gpt2", "t5"),
     ),
     PlanCase("auto cut into 4", 4, {"num_micro_batch": 4, "num_task_graph": 4}),
-    PlanCase("DP 2, V100 + T4", 2, kinds=("V100-32GB", "T4")),
+    PlanCase("DP 2, V100 + T4", 2, {"strategy": "data"}, kinds=("V100-32GB", "T4")),
     PlanCase(
         "DP 3, one 160 times slower, 2 micro-batches",
         3,
-        {"num_micro_batch": 2},
+        {"num_micro_batch": 2, "strategy": "data"},
         kinds=("P100", "CPU", "V100-16GB"),
     ),
     PlanCase(

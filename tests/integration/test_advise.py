@@ -62,6 +62,12 @@ def test_advise_gives_the_same_numbers_as_table_json_and_page(tmp_path: Path) ->
         for part in key.split("."):
             place = place[int(part)] if isinstance(place, list) else place[part]  # type: ignore[index]
         assert float(value) == place
+    kinds = {plan["kind"] for plan in data["plans"]}
+    assert {"data parallel", "pipeline", "replicas that are not alike"} <= kinds
+    assert all(change["ratio"] >= 1 for change in data["without"])
+    assert all(change["ratio"] <= 1 for change in data["changes"])
+    of_ranks = [rank for change in data["without"] for rank in change["ranks"]]
+    assert {0, 1, 2} <= set(of_ranks)
     assert any("without rank 2" in change["what"] for change in data["without"])
     assert any("one more quick" in change["what"] for change in data["changes"])
     assert any("quick: bf16 (it has no tensor cores" in note for note in data["precision"])

@@ -21,10 +21,10 @@ from whale.checkpoint.errors import CheckpointError
 from whale.checkpoint.pretrained import export_safetensors
 from whale.checkpoint.tensor_files import TensorFile, write_tensors
 from whale.costs.backward_workspace import live_between
+from whale.distributed.message import Message, MessagePiece
 from whale.dtypes import as_bytes, in_memory, is_differentiable
 from whale.lowering.weights import digest_weights, initialise_weights
 from whale.planning.stages import carries_gradient
-from whale.runtime.messages import Message, Piece
 from whale.runtime.split import Deferred, replacements, run_products
 from whale.sharding.local import empty_transform
 
@@ -111,7 +111,7 @@ def test_memory_holds_the_values(lazy) -> None:  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("num_pieces", [1, 2])
 def test_a_message_holds_what_a_lazy_view_stands_for(lazy, num_pieces: int) -> None:  # type: ignore[no-untyped-def]
     tensors = [lazy(complex_numbers(2, 3)) for _ in range(num_pieces)]
-    pieces = tuple(Piece(i, None, (2, 3), tensors[i].dtype) for i in range(num_pieces))
+    pieces = tuple(MessagePiece(i, None, (2, 3), tensors[i].dtype) for i in range(num_pieces))
     message = Message(1, 0, pieces)
     packed = message.pack(tensors)
     assert not packed.is_conj() and not packed.is_neg()
@@ -136,7 +136,7 @@ def test_values_of_any_strides_as_bytes(make) -> None:  # type: ignore[no-untype
     assert torch.equal(as_bytes(tensor), plain[: tensor.nbytes])
     assert digest([tensor]) == digest([tensor.clone(memory_format=torch.contiguous_format)])
     message = Message(
-        1, 0, tuple(Piece(i, None, tuple(tensor.shape), tensor.dtype) for i in (0, 1))
+        1, 0, tuple(MessagePiece(i, None, tuple(tensor.shape), tensor.dtype) for i in (0, 1))
     )
     assert all(torch.equal(each, tensor) for each in message.unpack(message.pack([tensor, tensor])))
 

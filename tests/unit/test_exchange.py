@@ -18,8 +18,9 @@ from whale.plans.grid import Grid
 from whale.plans.layout import Cut, Layout, whole
 from whale.sharding import redistribution
 from whale.sharding.options import PARTIAL, SAME
-from whale.sharding.redistribution import Step, plan_redistribution
+from whale.sharding.redistribution import plan_redistribution
 from whale.sharding.redistribution_costs import sent_bytes
+from whale.sharding.redistribution_steps import RedistributionStep
 from whale.sharding.space import layout_of
 
 
@@ -63,7 +64,7 @@ def cases(draw) -> tuple[Grid, Layout, Layout]:
     return draw(grids()), draw(layouts(shape)), draw(layouts(shape))
 
 
-def simulate(steps: list[Step], parts: list[np.ndarray]) -> list[np.ndarray]:
+def simulate(steps: list[RedistributionStep], parts: list[np.ndarray]) -> list[np.ndarray]:
     """One step at all places: every message that is sent is received once, by the place it was
     meant for.
     """

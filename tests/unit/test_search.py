@@ -209,3 +209,60 @@ def test_a_device_that_makes_the_step_longer_is_left_out() -> None:
     used = {rank for replica in plan.replicas for ranks in replica.ranks for rank in ranks}
     assert used == {0, 1}
     assert any(decision.what == "devices left out" for decision in plan.decisions)
+
+
+def test_a_model_that_just_does_not_fit_gets_the_least_change() -> None:
+    """Weights fit, activations do not: what is offered was tried."""
+    devices = tuple(
+        Device(rank, "a", rank, DeviceKind("tiny", 1e10, 300_000, 1e10)) for rank in (0, 1)
+    )
+    cluster = Cluster(devices, Link(1e9, 1e-6), Link(1e9, 1e-6))
+    sample = torch.randn(BATCH, 512, WIDTH)
+    with pytest.raises(ValueError, match=r"the rest must hold activations. Try: (.*)") as refusal:
+        wh.plan(Net(), sample, cluster=cluster, config={"strategy": "auto"})
+    change = str(refusal.value).rpartition("Try: ")[2]
+    assert "further tiny" in change
+
+
+def test_what_is_missing_is_said_in_devices() -> None:
+    with pytest.raises(ValueError, match=r"Try: .* more memory, so at least \d+ further fast"):
+        plan_of(Net(layers=16), mixed(10_000))
+
+
+def test_an_interrupt_before_the_first_plan_stays_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Data parallelism does not fit, so there is nothing to give."""
+
+    def interrupted(*_: object, **__: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "draft", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plan_of(Net(layers=16), mixed(400_000))
+
+
+@pytest.mark.parametrize("replicas", [[[0]], [[0], [1]]])
+def test_annotations_contradict_replicas_that_are_given(replicas: list[list[int]]) -> None:
+    """Alike ones as well: they would be ignored in silence."""
+    model = wh.annotate(Net(), {"layers.[0-3]": wh.replicate(1), "layers.[4-7]": wh.replicate(1)})
+    given = [{"stages": [ranks]} for ranks in replicas]
+    cluster = Cluster.uniform(len(replicas))
+    with pytest.raises(ValueError, match=r'"replicas".*the model is annotated'):
+        plan_of(model, cluster, replicas=given)
+
+
+def test_float32_products_are_explained_where_a_device_without_tf32_is_left_out() -> None:
+    quick = DeviceKind("quick", 20e9, 10**9, 50e9, tf32_flop_per_s=80e9)
+    kinds = [quick, quick, DeviceKind("crawling", 1e8, 10**9, 1e9)]
+    devices = tuple(Device(rank, "a", rank, kind) for rank, kind in enumerate(kinds))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        plan = plan_of(cluster=Cluster(devices, Link(1e9, 1e-6), Link(1e9, 1e-6)))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert any(decision.what == "devices left out" for decision in plan.decisions)
+    said = [each for each in plan.decisions if each.what == "float32 products"]
+    assert [each.choice for each in said] == ["float32"] and "rank 2" in said[0].why
+    assert plan.settings.float32_precision == "high"

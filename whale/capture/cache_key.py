@@ -39,6 +39,7 @@ from whale.capture.cache_code import (
 )
 from whale.capture.export import Task
 from whale.compat import Operation, OperationPacket, active_modes
+from whale.devices.vendors import attention_kernels
 from whale.dtypes import as_bytes
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice)
@@ -73,17 +74,12 @@ def content_key(model: torch.nn.Module, layout: BatchLayout, task: Task, with_ou
 
 def _settings(task: Task, with_outputs: bool) -> tuple[Any, ...]:
     versions = (platform.python_version(), torch.__version__)
-    attention = (
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-    )
     state = (
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_autocast_enabled(task.device),
-        attention,
+        attention_kernels(),
     )
     return versions, _own_sources(), state, task.device, task.autocast, with_outputs
 

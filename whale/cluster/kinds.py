@@ -87,6 +87,16 @@ class DeviceKind:
     is_guess: bool = False
     """made from what the driver says of a device that the table does not know"""
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: searches look up kinds very often. Of numbers alone, whose hashes are the
+        same in every process that a kind may be sent to.
+        """
+        return hash((self.flop_per_s, self.memory_bytes, self.bytes_per_s))
+
     @property
     def is_cpu(self) -> bool:
         """Not an accelerator: whatever a rank does, it does on the core that computes."""

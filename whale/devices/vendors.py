@@ -27,6 +27,16 @@ VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_M
 """environment variables that hide accelerators from processes that are started later"""
 
 
+def attention_kernels() -> tuple[bool, ...]:
+    """Which kernels of scaled dot-product attention torch may take: a graph holds the one taken."""
+    settings = torch.backends.cuda  # they count for every device
+    return (
+        settings.flash_sdp_enabled(),
+        settings.mem_efficient_sdp_enabled(),
+        settings.math_sdp_enabled(),
+    )
+
+
 class CudaDevice(Accelerator):
     """A GPU of NVIDIA behind torch's `cuda` module, with NCCL between processes."""
 

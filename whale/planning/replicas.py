@@ -28,7 +28,7 @@ from whale.planning.grids import with_grids
 from whale.planning.join import join
 from whale.planning.pipeline_cuts import PipelineCuts
 from whale.planning.pricing import typical_share
-from whale.planning.problem import Problem, check_loss_and_buffers
+from whale.planning.problem import Problem, check_loss_and_buffers, precision_decision
 from whale.planning.replica_specs import ReplicaSpec, activations, alike, check_specs
 from whale.planning.stages import Assignment, carries_gradient
 from whale.planning.task_graphs import TaskGraphs, label_of
@@ -49,26 +49,44 @@ def plan_of_replicas(
     """The plan of these model replicas, and where every operation runs in the first of them.
     `model`: fingerprint of the graph. `may_leave_out`: ranks that no replica has take no part.
     """
+    _refuse_annotations(problem)
     check_specs(specs, problem.cluster.num_devices, problem.batch_size, may_leave_out)
     groups = alike(specs, problem.cluster)
     if len(groups) > 1:
         refuse_unlike(problem)
     drafts = _shared_again(problem, groups, _first_drafts(problem, groups), model)
     plans = [draft.plan(model) for draft in drafts]
+    assignment = drafts[0].draft.assignment
     if len(plans) == 1:
-        return _on_ranks(problem, plans[0], groups[0]), drafts[0].draft.assignment
+        return _with_precision(problem, _on_ranks(problem, plans[0], groups[0])), assignment
     ranks = [_ranks(group) for group in groups]
-    return join(problem, plans, ranks, _decisions(plans)), drafts[0].draft.assignment
+    joined = join(problem, plans, ranks, _decisions(plans))
+    return _with_precision(problem, joined), assignment
 
 
-def refuse_unlike(problem: Problem) -> None:
-    """Refuses model replicas that are not alike where results depend on the micro-batches."""
-    captured = problem.captured
+def _with_precision(problem: Problem, plan: Plan) -> Plan:
+    """The plan with what it says of float32 products where a device without TF32, of another
+    replica or left out, keeps those that have it from using it: all ranks round alike.
+    """
+    decision = precision_decision(problem)
+    if decision is None or problem.dtype == "tf32":
+        return plan  # nothing to say, or every replica says it
+    settings = replace(plan.settings, float32_precision=problem.float32_precision)
+    return replace(plan, settings=settings, decisions=(*plan.decisions, decision))
+
+
+def _refuse_annotations(problem: Problem) -> None:
+    """Refuses replicas that are given one by one for a model that is annotated."""
     if problem.marks or problem.default_strategy:
         raise ValueError(
             '"replicas" says which stages every model replica has, but the model is annotated: '
             "leave one of the two out"
         )
+
+
+def refuse_unlike(problem: Problem) -> None:
+    """Refuses model replicas that are not alike where results depend on the micro-batches."""
+    captured = problem.captured
     if problem.not_additive is not None:
         raise ValueError(problem.not_additive.message)
     advice = 'Try: alike replicas, without "replicas"'

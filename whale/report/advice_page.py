@@ -35,14 +35,15 @@ def advice_json(advice: Advice) -> dict[str, Any]:
         ],
         "without": [_change_json(each) for each in advice.without],
         "changes": [_change_json(each) for each in advice.changes],
-        "better_left_out": list(advice.better_left_out),
+        "left_out": list(advice.left_out),
         "precision": list(advice.precision),
         "launch": advice.launch,
     }
 
 
 def _change_json(change: Change) -> dict[str, Any]:
-    return {"what": change.what, "ratio": change.ratio if math.isfinite(change.ratio) else None}
+    ratio = change.ratio if math.isfinite(change.ratio) else None
+    return {"what": change.what, "ranks": list(change.ranks), "ratio": ratio}
 
 
 def effect(ratio: float) -> str:
@@ -57,9 +58,9 @@ def effect(ratio: float) -> str:
 
 
 def left_out_text(advice: Advice) -> str:
-    if not advice.better_left_out:
+    if not advice.left_out:
         return "No device is better left out."
-    return f"Better left out: {'; '.join(advice.better_left_out)}."
+    return f"Better left out, as the best plan does: {'; '.join(advice.left_out)}."
 
 
 def print_advice(advice: Advice, console: Console | None = None) -> None:

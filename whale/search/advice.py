@@ -1,13 +1,16 @@
 """What `whale advise` says: the best plans of different kinds, what every device contributes, what a
 change of the cluster would give, and the precision that the cards want.
 
-Losses and gains are ratios of two quick searches with the same budget, so that a small budget does
-not look like a slow cluster.
+Other clusters get a quick search that starts from the plans found for this one (`_carried_over`), so
+that a small budget does not look like a slow cluster. A plan that leaves devices out is a plan of the
+whole cluster, too: what is found without some of them is taken over where it is faster, and one more
+card, which may be left out, never makes a step longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from whale.cluster.cluster import Cluster, Device, DeviceKind
@@ -15,22 +18,39 @@ from whale.cluster.network import Link
 from whale.planning.problem import Problem
 from whale.planning.suggestions import with_more
 from whale.plans.plan import Plan
-from whale.search.candidate import Candidate
+from whale.search.budget import Budget
+from whale.search.candidate import Candidate, DeviceGroup, ReplicaChoice
 from whale.search.choose import data_parallel, none_fits, open_up
-from whale.search.search import Budget, Progress, search
+from whale.search.drafting import Drafted
+from whale.search.point import Point
+from whale.search.search import Progress, Search, search
 from whale.search.settings import OpenSettings
 from whale.search.shapes import MOST_CLASSES, device_classes
 from whale.simulation.simulate import simulate
 from whale.simulation.timeline import Timeline
+from whale.units import ranges
 
 QUICK = Budget(
-    estimates=60, cut_moves=60, drafts=3, unlike=0, smaller=0, split=0, tensor=0, zero=1, polished=0
+    estimates=60,
+    cut_moves=60,
+    drafts=3,
+    unlike=1,
+    smaller=0,
+    split=0,
+    tensor=0,
+    zero=1,
+    neighbours=4,
+    polished=0,
 )
 """of the searches on changed clusters"""
-BETTER_WITHOUT = 0.99
-"""a device is better left out where the step is shorter by more than a hundredth without it"""
+CARRIED = 3
+"""plans from which the search on a changed cluster starts"""
+OF_A_KIND = 40
+"""estimates for each kind of plan that the search did not come to"""
 FASTER_LINK = 2.0
 """how much faster the links between hosts are in the question of what that would give"""
+DATA_PARALLEL = "data parallel"
+UNLIKE = "replicas that are not alike"
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -59,6 +79,8 @@ class Change:
     what: str
     ratio: float
     """of the step to that of the cluster as it is; infinite: nothing fits"""
+    ranks: tuple[int, ...] = ()
+    """the devices that it would be without: each of them alone, or all together a host"""
 
 
 @dataclass(frozen=True)
@@ -71,6 +93,8 @@ class Advice:
     """without some of the devices"""
     changes: tuple[Change, ...]
     """with more, or faster ones"""
+    left_out: tuple[str, ...]
+    """devices that the best plan does without"""
     precision: tuple[str, ...]
     launch: str
 
@@ -78,43 +102,239 @@ class Advice:
     def best(self) -> RankedPlan:
         return self.plans[0]
 
-    @property
-    def better_left_out(self) -> tuple[str, ...]:
-        return tuple(
-            change.what.removeprefix("without ")
-            for change in self.without
-            if change.ratio < BETTER_WITHOUT
-        )
-
 
 def advise(
     problem: Problem, launch: str, progress: Callable[[Progress], None] = lambda _: None
 ) -> Advice:
     """Raises ValueError where no plan fits."""
     problem = replace(problem, config=open_up(problem.config))
-    settings = OpenSettings.of(problem)
-    done = search(problem, settings, progress=progress)
-    found: dict[str, RankedPlan] = {}
+    done = search(problem, OpenSettings.of(problem), progress=progress)
     plain, _ = data_parallel(problem)
-    if plain is not None:
-        timeline = simulate(plain[0])
-        found["data parallel"] = RankedPlan("data parallel", "data parallel", plain[0], timeline)
-    for drafted in sorted(done.drafted, key=lambda each: each.score_s):
-        kind = kind_of(drafted.candidate, problem.cluster.num_devices)
-        if kind not in found or drafted.step_s < found[kind].step_s:
-            text = drafted.candidate.describe()
-            found[kind] = RankedPlan(kind, text, drafted.plan, simulate(drafted.plan))
-    if not found:
+    if plain is None and done.best is None:
         raise ValueError(none_fits(problem, done))
-    ranked = tuple(sorted(found.values(), key=lambda each: each.step_s))
-    base = quick_seconds(problem)
+    _draft_other_kinds(done)
+    asking = _Asking(problem, done, None if plain is None else plain[0])
+    without = asking.without()
+    ranked = asking.ranked()
     return Advice(
         plans=ranked,
-        without=tuple(_without(problem, base)),
-        changes=tuple(_changes(problem, base)),
+        without=tuple(
+            replace(each, ratio=max(1.0, each.ratio / ranked[0].step_s)) for each in without
+        ),
+        changes=tuple(
+            replace(each, ratio=min(1.0, each.ratio / ranked[0].step_s))
+            for each in asking.changes()
+        ),
+        left_out=tuple(_left_out(problem.cluster, ranked[0].plan)),
         precision=tuple(precision_notes(problem)),
         launch=launch,
     )
+
+
+def _draft_other_kinds(done: Search) -> None:
+    """Drafts the best of each kind of plan that the search left out, because others are faster."""
+    number = done.problem.cluster.num_devices
+    known = {kind_of(each.candidate, number) for each in done.drafted}
+    points: dict[str, list[Point]] = {}
+    for point in done.points():
+        points.setdefault(_kind_of_point(point), []).append(point)
+    for kind, own in points.items():
+        if kind not in known:
+            for estimate in done.estimated(own, done.estimator, OF_A_KIND)[:2]:
+                done.draft(done.candidate_of(estimate))
+    if UNLIKE not in known:
+        for _, candidate in done.blocks.unlike()[:1]:
+            done.draft(candidate)
+
+
+def _kind_of_point(point: Point) -> str:
+    """The kind of the plan of a point on all devices."""
+    shape = point.shape
+    if shape.num_stages == 1:
+        return DATA_PARALLEL
+    what = "waves" if point.num_chunks > 1 else "pipeline"
+    return f"{what} x data parallel" if shape.num_devices > shape.num_stages else what
+
+
+@dataclass
+class _Asking:
+    """What other clusters would give."""
+
+    problem: Problem
+    done: Search
+    """on the cluster as it is"""
+    plain: Plan | None
+    """data parallelism on it"""
+
+    def ranked(self) -> tuple[RankedPlan, ...]:
+        """The best plan of each kind, the fastest first."""
+        found: dict[str, RankedPlan] = {}
+        if self.plain is not None:
+            timeline = simulate(self.plain)
+            found[DATA_PARALLEL] = RankedPlan(DATA_PARALLEL, DATA_PARALLEL, self.plain, timeline)
+        for drafted in sorted(self.done.drafted, key=lambda each: each.score_s):
+            kind = kind_of(drafted.candidate, self.problem.cluster.num_devices)
+            if kind not in found or drafted.step_s < found[kind].step_s:
+                text = drafted.candidate.describe()
+                found[kind] = RankedPlan(kind, text, drafted.plan, simulate(drafted.plan))
+        return tuple(sorted(found.values(), key=lambda each: each.step_s))
+
+    @property
+    def _best(self) -> list[Candidate]:
+        """The best candidates so far, from which searches on other clusters start."""
+        drafted = sorted(self.done.drafted, key=lambda each: each.score_s)
+        return [each.candidate for each in drafted[:CARRIED]]
+
+    def without(self) -> list[Change]:
+        """Seconds of a step without one device of each class, and without each host. Plans that are
+        faster than the best so far are taken over.
+        """
+        cluster = self.problem.cluster
+        found: list[tuple[Change, set[int]]] = []
+        for each in device_classes(cluster):
+            rank = each.ranks[-1]
+            is_one = len(each.ranks) == 1
+            alike = "" if is_one else f", as any of {len(each.ranks)} {each.kind.name}"
+            text = f"without rank {rank} ({each.kind.name}{alike})"
+            found.append((Change(text, math.inf, each.ranks), {rank}))
+        if 1 < len(cluster.hosts) <= MOST_CLASSES:
+            for host in cluster.hosts:
+                ranks = {device.rank for device in cluster.devices if device.host == host}
+                found.append(
+                    (Change(f"without host {host}", math.inf, tuple(sorted(ranks))), ranks)
+                )
+        changes = []
+        for change, ranks in found:
+            left = [device for device in cluster.devices if device.rank not in ranks]
+            if left:
+                changes.append(replace(change, ratio=self._seconds_on(left)))
+        return changes
+
+    def _seconds_on(self, left: Sequence[Device]) -> float:
+        """Seconds of a step on some of the devices."""
+        cluster = self.problem.cluster.in_order(left)
+        old_ranks = [device.rank for device in left]
+        seeds = [_carried_over(each, old_ranks) for each in self._best]
+        step_s, best = self._quick(cluster, [each for each in seeds if each is not None])
+        known = self.done.best
+        if known is None or step_s < known.step_s:
+            # a plan of the whole cluster, too, which leaves the others out
+            shared = ReplicaChoice((DeviceGroup(tuple(old_ranks)),))
+            self.done.draft(Candidate((shared,)))
+            if best is not None:
+                self.done.draft(_on_ranks(best.candidate, old_ranks))
+        return step_s
+
+    def changes(self) -> list[Change]:
+        """Seconds of a step with one more card of each kind, and with faster links."""
+        cluster = self.problem.cluster
+        changes = []
+        for device in _one_of_each(cluster):
+            more = with_more(cluster, device, 1)
+            seeds = [*self._best, *(_with_card(each, more) for each in self._best)]
+            what = f"one more {device.kind.name} on host {device.host}"
+            changes.append(Change(what, self._quick(more, seeds)[0]))
+        if len(cluster.hosts) > 1:
+            changed = _faster_links(cluster)
+            what = f"links between hosts {FASTER_LINK:g} times as fast"
+            changes.append(Change(what, self._quick(changed, self._best)[0]))
+        return changes
+
+    def _quick(self, cluster: Cluster, seeds: Sequence[Candidate]) -> tuple[float, Drafted | None]:
+        """(seconds of the best plan of a quick search, infinite where nothing fits, that plan unless
+        it is data parallelism)
+        """
+        problem = replace(self.problem, cluster=cluster)
+        best = search(problem, OpenSettings.of(problem), QUICK, seeds=seeds).best
+        steps = [] if best is None else [best.step_s]
+        plain, _ = data_parallel(problem)
+        if plain is not None:
+            steps.append(simulate(plain[0]).step_s)
+        return min(steps, default=math.inf), best
+
+
+def _carried_over(candidate: Candidate, old_ranks: Sequence[int]) -> Candidate | None:
+    """A candidate without the devices that are not among `old_ranks`, whose places are the ranks of
+    the new cluster; stages that lost all their devices are gone. None where nothing is left.
+    """
+    new = {rank: place for place, rank in enumerate(old_ranks)}
+    replicas = []
+    for replica in candidate.replicas:
+        groups = []
+        for group in replica.groups:
+            ranks = tuple(new[rank] for rank in group.ranks if rank in new)
+            if ranks:
+                is_whole = len(ranks) == len(group.ranks)
+                groups.append(replace(group, ranks=ranks) if is_whole else DeviceGroup(ranks))
+        if groups:
+            is_same = len(groups) == len(replica.groups)
+            starts = replica.starts if is_same else None
+            replicas.append(replace(replica, groups=tuple(groups), starts=starts))
+    return replace(candidate, replicas=tuple(replicas)) if replicas else None
+
+
+def _on_ranks(candidate: Candidate, ranks: Sequence[int]) -> Candidate:
+    """The candidate on the devices of these ranks."""
+    replicas = []
+    for replica in candidate.replicas:
+        groups = tuple(
+            replace(group, ranks=tuple(ranks[rank] for rank in group.ranks))
+            for group in replica.groups
+        )
+        replicas.append(replace(replica, groups=groups))
+    return replace(candidate, replicas=tuple(replicas))
+
+
+def _with_card(candidate: Candidate, more: Cluster) -> Candidate:
+    """The candidate with the last device of the cluster in the first stage that has devices of its
+    kind; the model is cut anew.
+    """
+    new = more.devices[-1]
+    kinds = [device.kind for device in more.devices]
+    replicas = list(candidate.replicas)
+    for place, replica in enumerate(replicas):
+        for stage, group in enumerate(replica.groups):
+            if group.grid is None and new.kind in (kinds[rank] for rank in group.ranks):
+                groups = list(replica.groups)
+                groups[stage] = replace(group, ranks=(*group.ranks, new.rank))
+                replicas[place] = replace(replica, groups=tuple(groups), starts=None)
+                return replace(candidate, replicas=tuple(replicas))
+    return candidate
+
+
+def _faster_links(cluster: Cluster) -> Cluster:
+    """The cluster with links between hosts that are faster, curves and cards with them."""
+
+    def faster(link: Link) -> Link:
+        curve = tuple((size, FASTER_LINK * rate) for size, rate in link.curve)
+        card = link.card_bytes_per_s
+        return replace(
+            link,
+            bytes_per_s=FASTER_LINK * link.bytes_per_s,
+            curve=curve,
+            card_bytes_per_s=None if card is None else FASTER_LINK * card,
+        )
+
+    hosts = tuple(
+        each if each.inter_host is None else replace(each, inter_host=faster(each.inter_host))
+        for each in cluster.host_links
+    )
+    pairs = tuple(replace(each, link=faster(each.link)) for each in cluster.pair_links)
+    return replace(
+        cluster, inter_host=faster(cluster.inter_host), host_links=hosts, pair_links=pairs
+    )
+
+
+def _left_out(cluster: Cluster, plan: Plan) -> list[str]:
+    """The devices that a plan does without, in words."""
+    used = {rank for replica in plan.replicas for ranks in replica.ranks for rank in ranks}
+    found: dict[tuple[str, str], list[int]] = {}
+    for device in cluster.devices:
+        if device.rank not in used:
+            found.setdefault((device.kind.name, device.host), []).append(device.rank)
+    return [
+        f"rank {ranges(ranks)} ({kind} on host {host})" for (kind, host), ranks in found.items()
+    ]
 
 
 def kind_of(candidate: Candidate, num_devices: int) -> str:
@@ -122,67 +342,17 @@ def kind_of(candidate: Candidate, num_devices: int) -> str:
     if len(candidate.ranks) < num_devices:
         return "fewer devices"
     if not candidate.are_alike:
-        return "replicas that are not alike"
+        return UNLIKE
     first = candidate.replicas[0]
     if any(group.grid is not None for group in first.groups):
         return "split" if len(first.groups) == 1 else "pipeline of split stages"
     if candidate.memory.zero:
         return "data parallel with ZeRO" if len(first.groups) == 1 else "pipeline with ZeRO"
     if len(first.groups) == 1:
-        return "data parallel"
+        return DATA_PARALLEL
     what = "waves" if first.num_chunks > 1 else "pipeline"
     is_shared = len(candidate.replicas) > 1 or max(first.widths) > 1
     return f"{what} x data parallel" if is_shared else what
-
-
-def quick_seconds(problem: Problem) -> float:
-    """Seconds of the best plan of a quick search; infinite where nothing fits."""
-    best = search(problem, OpenSettings.of(problem), QUICK).best
-    steps = [] if best is None else [best.step_s]
-    plain, _ = data_parallel(problem)
-    if plain is not None:
-        steps.append(simulate(plain[0]).step_s)
-    return min(steps, default=float("inf"))
-
-
-def _without(problem: Problem, base: float) -> list[Change]:
-    """The step without one device of each class, and without each host."""
-    cluster = problem.cluster
-    found: list[tuple[str, set[int]]] = []
-    for each in device_classes(cluster):
-        rank = each.ranks[-1]
-        alike = f", as each of {len(each.ranks)} {each.kind.name}" if len(each.ranks) > 1 else ""
-        found.append((f"without rank {rank} ({each.kind.name}{alike})", {rank}))
-    if 1 < len(cluster.hosts) <= MOST_CLASSES:
-        for host in cluster.hosts:
-            ranks = {device.rank for device in cluster.devices if device.host == host}
-            found.append((f"without host {host}", ranks))
-    changes = []
-    for what, ranks in found:
-        left = [device for device in cluster.devices if device.rank not in ranks]
-        if left:
-            changes.append(Change(what, _ratio(problem, cluster.in_order(left), base)))
-    return changes
-
-
-def _changes(problem: Problem, base: float) -> list[Change]:
-    """The step with one more card of each kind, and with faster links between hosts."""
-    cluster = problem.cluster
-    changes = []
-    for device in _one_of_each(cluster):
-        more = with_more(cluster, device, 1)
-        what = f"one more {device.kind.name} on host {device.host}"
-        changes.append(Change(what, _ratio(problem, more, base)))
-    if len(cluster.hosts) > 1:
-        link = cluster.inter_host
-        faster = Link(FASTER_LINK * link.bytes_per_s, link.latency_s)
-        changed = replace(cluster, inter_host=faster, host_links=())
-        changes.append(
-            Change(
-                f"links between hosts {FASTER_LINK:g} times as fast", _ratio(problem, changed, base)
-            )
-        )
-    return changes
 
 
 def _one_of_each(cluster: Cluster) -> list[Device]:
@@ -190,10 +360,6 @@ def _one_of_each(cluster: Cluster) -> list[Device]:
     for device in cluster.devices:
         found.setdefault((device.kind, device.host), device)
     return list(found.values())[:MOST_CLASSES]
-
-
-def _ratio(problem: Problem, cluster: Cluster, base: float) -> float:
-    return quick_seconds(replace(problem, cluster=cluster)) / base
 
 
 def precision_notes(problem: Problem) -> list[str]:

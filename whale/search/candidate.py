@@ -125,6 +125,25 @@ class Candidate:
         """Ranks of the cluster that no replica names."""
         return tuple(sorted(set(range(num_devices)) - set(self.ranks)))
 
+    def with_all(self, **changes: object) -> Candidate:
+        """The candidate with these fields of every replica changed."""
+        changed = tuple(replace(each, **changes) for each in self.replicas)  # type: ignore[arg-type]
+        return replace(self, replicas=changed)
+
+    def signature(self, labels: Sequence[str]) -> object:
+        """Equal for candidates that differ only in which of several devices with the same label
+        stands where, or in the order of their replicas.
+        """
+        replicas = []
+        for replica in self.replicas:
+            groups = []
+            for group in replica.groups:
+                own = tuple(sorted(labels[rank] for rank in group.ranks))
+                groups.append((own, str(group.grid), group.split))
+            rest = replace(replica, groups=())
+            replicas.append((tuple(groups), str(rest)))
+        return tuple(sorted(replicas)), self.memory
+
     def describe(self) -> str:
         """One line for people: `2 replicas of 3 + 4 devices, 8 micro-batches, auto`."""
         zero = f", ZeRO {self.memory.zero}" if self.memory.zero else ""

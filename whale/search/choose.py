@@ -7,16 +7,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from whale.cluster.cluster import Device
 from whale.config import Config
 from whale.names import count
 from whale.planning.planner import make_plan
 from whale.planning.problem import Problem
 from whale.planning.stages import Assignment
+from whale.planning.suggestions import with_more
 from whale.plans.plan import Decision, Plan
 from whale.plans.shares import DoesNotFit
+from whale.search.budget import Budget
 from whale.search.drafting import Drafted, actions_seconds
 from whale.search.point import Point, Shape
-from whale.search.search import Budget, Progress, Search, search
+from whale.search.search import Progress, Search, search
 from whale.search.settings import AUTO, OpenSettings, is_open, settled
 from whale.simulation.simulate import simulate
 from whale.units import human_bytes, human_seconds, ranges
@@ -28,6 +31,9 @@ LEAST_GAIN = 0.01
 
 OFFER = Budget(estimates=100, cut_moves=40, drafts=1, split=1, tensor=0, zero=1, polished=0)
 """what is tried to offer a plan that fits"""
+FURTHER = (1, 2, 4, 8)
+SMALLER = (2, 4, 8)
+"""devices more, and parts of the batch, that are tried where nothing fits"""
 
 Report = Callable[[Progress], None]
 
@@ -275,18 +281,54 @@ def none_fits(problem: Problem, done: Search) -> str:
     memories = [device.kind.memory_bytes for device in problem.cluster.devices]
     if not all(memories):
         return f"Searched: {_counts(done)}, none fits"
-    if needed > sum(memories):
+    missing = needed - sum(memories)
+    if missing > 0:
+        largest = _largest_device(problem).kind
+        further = f"{-int(-missing // largest.memory_bytes)} further {largest.name}"
         return (
             "No plan fits: weights, gradients and optimizer state take "
             f"{human_bytes(needed)}, all {count(len(memories), 'device')} together have "
-            f"{human_bytes(sum(memories))}. Try: {human_bytes(needed - sum(memories))} more memory, "
-            "so further devices, or an optimizer with less state"
+            f"{human_bytes(sum(memories))}. Try: {human_bytes(missing)} more memory, so at least "
+            f"{further}, or an optimizer with less state"
         )
     return (
         f"Searched: {_counts(done)}, none fits; weights, gradients and optimizer state take "
         f"{human_bytes(needed)} of {human_bytes(sum(memories))}, the rest must hold activations. "
-        "Try: a smaller batch, further devices, or fewer samples at once"
+        f"Try: {_least_change(problem)}"
     )
+
+
+def _largest_device(problem: Problem) -> Device:
+    return max(problem.cluster.devices, key=lambda device: device.kind.memory_bytes)
+
+
+def _least_change(problem: Problem) -> str:
+    """The fewest further devices and the largest smaller batch that fit, each tried by a short
+    search in steps of two.
+    """
+    opened = replace(problem, config=open_up(problem.config))
+    largest = _largest_device(problem)
+    found = []
+    for number in FURTHER:
+        more = replace(opened, cluster=with_more(problem.cluster, largest, number))
+        if _fits(more):
+            found.append(f"{number} further {largest.kind.name}")
+            break
+    for part in SMALLER:
+        size = problem.batch_size // part
+        if size and _fits(replace(opened, batch_size=size)):
+            found.append(f"a batch of {size} instead of {problem.batch_size}")
+            break
+    if found:
+        return " or ".join(found)
+    return (
+        f"more than {FURTHER[-1]} further {largest.kind.name}, or devices with more memory: "
+        f"neither these nor a batch of 1/{SMALLER[-1]} fits"
+    )
+
+
+def _fits(problem: Problem) -> bool:
+    return search(problem, OpenSettings.of(problem), budget=OFFER).best is not None
 
 
 def _with_annotations(problem: Problem) -> tuple[Plan, Assignment]:

@@ -34,6 +34,7 @@ from whale.cluster.cluster import DeviceKind
 from whale.planning.pricing import update_seconds
 from whale.planning.schedules import ACTION_S
 from whale.plans.shares import Load, best_shares, shares_of_series
+from whale.search.crossing import Boundary, Crossing, boundary_of, crossing_of
 from whale.search.outline import Floats, Outline
 from whale.search.point import Estimate, Point, Shape
 from whale.search.zero_terms import ZeroTerms
@@ -64,6 +65,24 @@ class _Stage:
         return len(self.ranks) > 1
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """What does not depend on the cuts of a point."""
+
+    stages: Sequence[_Stage]
+    boundaries: Sequence[Boundary]
+
+
+@dataclass(frozen=True)
+class _Devices:
+    """What the bound needs of a shape."""
+
+    numbers: tuple[int, ...]
+    """devices of each of the different kinds"""
+    byte_s: float
+    """seconds of the all-reduce of a byte over the devices of the first stage"""
+
+
 @dataclass
 class Estimator:
     """Estimates for one model on one cluster."""
@@ -77,9 +96,15 @@ class Estimator:
     _rows: dict[frozenset[tuple[DeviceKind, int]], tuple[list[float], list[float]]] = field(
         default_factory=dict, repr=False
     )
+    _bounds: dict[tuple[tuple[int, ...], int], float] = field(default_factory=dict, repr=False)
     _rings: dict[tuple[int, ...], tuple[float, float, list[tuple[str, float]]]] = field(
         default_factory=dict, repr=False
     )
+    _crossings: dict[tuple[tuple[int, ...], tuple[int, ...]], Crossing] = field(
+        default_factory=dict, repr=False
+    )
+    _known: dict[Shape, _Devices] = field(default_factory=dict, repr=False)
+    _last: tuple[Point, _Ready] | None = field(default=None, repr=False)
 
     @property
     def batch_size(self) -> int:
@@ -88,10 +113,6 @@ class Estimator:
     @cached_property
     def _kinds(self) -> list[DeviceKind]:
         return [device.kind for device in self.outline.problem.cluster.devices]
-
-    @cached_property
-    def _hosts(self) -> list[str]:
-        return [device.host for device in self.outline.problem.cluster.devices]
 
     @cached_property
     def _overlaps(self) -> bool:
@@ -111,18 +132,38 @@ class Estimator:
         """
         batch_size = self.batch_size
         most = -(-batch_size // point.num_micro_batch)
-        speed = 0.0
-        for kind, number in self._count(point.shape).items():
-            speed += number * most / self.outline.times(kind, most).total
-        return batch_size / speed
+        counts = self._devices(point.shape).numbers
+        key = (counts, most)
+        if key not in self._bounds:
+            speed = 0.0
+            for kind, number in zip(self._different_kinds, counts, strict=True):
+                if number:
+                    speed += number * most / self.outline.times(kind, most).total
+            self._bounds[key] = batch_size / speed
+        return self._bounds[key]
 
-    def _count(self, shape: Shape) -> dict[DeviceKind, int]:
-        found: dict[DeviceKind, int] = {}
-        for stages in shape.replicas:
-            for ranks in stages:
-                for rank in ranks:
-                    found[self._kinds[rank]] = found.get(self._kinds[rank], 0) + 1
-        return found
+    @cached_property
+    def _different_kinds(self) -> list[DeviceKind]:
+        return list(dict.fromkeys(self._kinds))
+
+    @cached_property
+    def _kind_numbers(self) -> list[int]:
+        """Of every rank, the place of its kind among the different ones."""
+        numbers = {kind: number for number, kind in enumerate(self._different_kinds)}
+        return [numbers[kind] for kind in self._kinds]
+
+    def _devices(self, shape: Shape) -> _Devices:
+        """Counted once for all points of a shape."""
+        if shape not in self._known:
+            numbers = [0] * len(self._different_kinds)
+            for stages in shape.replicas:
+                for ranks in stages:
+                    for rank in ranks:
+                        numbers[self._kind_numbers[rank]] += 1
+            first = tuple(sorted(rank for stages in shape.replicas for rank in stages[0]))
+            byte_s = self._ring(first)[0] if len(first) > 1 else 0.0
+            self._known[shape] = _Devices(tuple(numbers), byte_s)
+        return self._known[shape]
 
     def guess(self, point: Point) -> float:
         """The bound with the time in which a pipeline of equal stages fills and drains, and with
@@ -132,10 +173,7 @@ class Estimator:
         count = point.num_micro_batch
         filling = (count + (shape.num_stages - 1) / point.num_chunks) / count
         actions = 2 * ACTION_S * count * point.num_chunks
-        first = tuple(sorted(rank for stages in shape.replicas for rank in stages[0]))
-        reduced = 0.0
-        if len(first) > 1:
-            reduced = self._ring(first)[0] * self._trained[-1] / shape.num_stages
+        reduced = self._devices(shape).byte_s * self._trained[-1] / shape.num_stages
         return self.bound(point) * filling + actions + 0.5 * reduced
 
     def can_hold(self, shape: Shape) -> bool:
@@ -156,16 +194,15 @@ class Estimator:
 
     def estimate(self, point: Point) -> Estimate:
         """Cuts and step; infinite where nothing fits."""
-        stages = self._stages(point, self._samples(point))
-        cuts = self.cuts_of(point, stages)
+        cuts = self.cuts_of(point, self._ready(point).stages)
         if cuts is None:
             return Estimate(point, math.inf)
         return self.with_cuts(point, cuts)
 
     def with_cuts(self, point: Point, cuts: tuple[int, ...]) -> Estimate:
         """The estimate for given cuts."""
-        samples = self._samples(point)
-        stages = self._stages(point, samples)
+        ready = self._ready(point)
+        stages = ready.stages
         bounds = [*cuts, self.outline.num_segments]
         parts = []
         for index, stage in enumerate(stages):
@@ -173,8 +210,16 @@ class Estimator:
             parts.append(self._recomputed(stage, bounds[index], bounds[index + 1], flying))
         if not all(math.isfinite(part) for part in parts):
             return Estimate(point, math.inf, cuts, tuple(parts))
-        step_s = self._step(point, samples, stages, bounds, parts)
+        step_s = self._step(point, ready, bounds, parts)
         return Estimate(point, step_s, cuts, tuple(parts))
+
+    def _ready(self, point: Point) -> _Ready:
+        """What all cuts of a point have in common; of the last point that was asked for."""
+        if self._last is None or self._last[0] != point:
+            samples = self._samples(point)
+            stages = self._stages(point, samples)
+            self._last = (point, _Ready(stages, self._boundaries(point, samples)))
+        return self._last[1]
 
     def _samples(self, point: Point) -> tuple[int, ...]:
         """Samples of the largest micro-batch for every replica, by the speed of its devices."""
@@ -390,19 +435,19 @@ class Estimator:
     def _step(
         self,
         point: Point,
-        samples: Sequence[int],
-        stages: Sequence[_Stage],
+        ready: _Ready,
         bounds: Sequence[int],
         parts: Sequence[float],
     ) -> float:
         """Seconds of the step by line (3), all-reduces and updates included."""
+        stages = ready.stages
         forward = []
         backward = []
         for index, stage in enumerate(stages):
             own = self._actions(stage, bounds[index], bounds[index + 1], parts[index])
             forward.append(own[0] + ACTION_S)
             backward.append(own[1] + ACTION_S)
-        messages, cards = self._messages(point, samples, bounds)
+        messages, cards = self._messages(ready.boundaries, bounds)
         busy = [0.0] * point.shape.num_stages
         for index, group in enumerate(point.group_of_stage):
             busy[group] += point.num_micro_batch * (forward[index] + backward[index])
@@ -422,32 +467,36 @@ class Estimator:
         return end_s + self._update(point, bounds)
 
     def _messages(
-        self, point: Point, samples: Sequence[int], bounds: Sequence[int]
+        self, boundaries: Sequence[Boundary], bounds: Sequence[int]
     ) -> tuple[list[float], dict[str, float]]:
         """Seconds of a message behind every stage but the last, and for every host the seconds that
         its network card is taken by one micro-batch.
         """
-        cluster = self.outline.problem.cluster
-        replicas = point.shape.replicas
         seconds = []
         cards: dict[str, float] = {}
-        for index, (source, destination) in enumerate(pairwise(point.group_of_stage)):
+        for index, boundary in enumerate(boundaries):
             crossing = self._crossing[bounds[index + 1]]
-            slowest = 0.0
-            for stages, share in zip(replicas, samples, strict=True):
-                if source == destination:
-                    continue  # the turn of a wave
-                here, there = stages[source], stages[destination]
-                link = cluster.link(here[0], there[0])
-                narrow = min(len(here), len(there))
-                slowest = max(slowest, link.seconds(share * crossing / narrow))
-                if self._hosts[here[0]] != self._hosts[there[0]]:
-                    taken = link.card_s(share * crossing)
-                    # the activation leaves one host, its gradient the other
-                    for host in (self._hosts[here[0]], self._hosts[there[0]]):
-                        cards[host] = cards.get(host, 0.0) + taken
-            seconds.append(slowest)
+            for host, taken in boundary.card_seconds.items():
+                cards[host] = cards.get(host, 0.0) + taken * crossing
+            seconds.append(boundary.seconds(crossing))
         return seconds, cards
+
+    def _boundaries(self, point: Point, samples: Sequence[int]) -> list[Boundary]:
+        """What is sent behind every stage but the last."""
+        found: list[Boundary] = []
+        for source, destination in pairwise(point.group_of_stage):
+            crossings = []
+            for stages, share in zip(point.shape.replicas, samples, strict=True):
+                if source != destination:  # else the turn of a wave
+                    crossings.append((self._between(stages[source], stages[destination]), share))
+            found.append(boundary_of(crossings))
+        return found
+
+    def _between(self, here: tuple[int, ...], there: tuple[int, ...]) -> Crossing:
+        key = (here, there)
+        if key not in self._crossings:
+            self._crossings[key] = crossing_of(here, there, self.outline.problem.cluster.network)
+        return self._crossings[key]
 
     def _ring(self, ranks: tuple[int, ...]) -> tuple[float, float, list[tuple[str, float]]]:
         """(seconds of a byte, of a bucket, [(host, seconds of a byte on its card)])"""
@@ -468,7 +517,7 @@ class Estimator:
         backward: Sequence[float],
     ) -> float:
         """When the last all-reduce has ended; the stages close from the last to the first."""
-        sums = self._trained
+        sums = self._trained if point.shape.num_replicas > 1 else self._whole_trained
         bucket_bytes = self.outline.problem.config.bucket_bytes
         free: dict[str, float] = {}
         end_s = max(closes)
@@ -506,6 +555,17 @@ class Estimator:
                 end = max(end, free[host])
             end_s = max(end_s, end)
         return end_s
+
+    def whole_reduced_seconds(self, ranks: tuple[int, ...]) -> float:
+        """Seconds of an all-reduce of all gradients over these ranks."""
+        if len(ranks) < 2:
+            return 0.0
+        byte_s, bucket_s, _ = self._ring(ranks)
+        return self._trained[-1] * byte_s + bucket_s
+
+    @cached_property
+    def _whole_trained(self) -> list[float]:
+        return _sums(self.outline.whole_trained_bytes)
 
     @cached_property
     def _trained(self) -> list[float]:

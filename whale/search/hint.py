@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from whale.planning.problem import Problem
 from whale.plans.plan import Plan
+from whale.search.budget import Budget
 from whale.search.choose import is_annotated, open_up, why_fixed
-from whale.search.search import Budget, search
+from whale.search.search import search
 from whale.search.settings import OpenSettings
 from whale.simulation.simulate import simulate
 from whale.units import human_seconds

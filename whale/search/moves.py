@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from whale.search.candidate import Candidate, ReplicaChoice
 from whale.search.estimate import Estimator
 from whale.search.outline import Outline
 from whale.search.point import Estimate, Point, Shape, Stages
@@ -74,3 +76,40 @@ def _other_shapes(shape: Shape) -> Iterator[Shape]:
                 changed[source] = changed[source][:-1]
                 moved.append(tuple(changed))
             yield Shape(tuple(moved))
+
+
+def nudged(candidate: Candidate, settings: OpenSettings, outline: Outline) -> Iterator[Candidate]:
+    """Candidates that differ in one cut or in the number of micro-batches: of all replicas where
+    they are alike, else of one of them.
+    """
+    if candidate.are_alike:
+        for changed in _other_replicas(candidate.replicas[0], settings, outline):
+            fields = {"num_micro_batch": changed.num_micro_batch, "starts": changed.starts}
+            yield candidate.with_all(**fields)
+        return
+    for place, replica in enumerate(candidate.replicas):
+        for changed in _other_replicas(replica, settings, outline):
+            replicas = (*candidate.replicas[:place], changed, *candidate.replicas[place + 1 :])
+            yield replace(candidate, replicas=replicas)
+
+
+def _other_replicas(
+    replica: ReplicaChoice, settings: OpenSettings, outline: Outline
+) -> Iterator[ReplicaChoice]:
+    if settings.num_micro_batch is None and replica.num_micro_batch in COUNTS:
+        place = COUNTS.index(replica.num_micro_batch)
+        for count in COUNTS[max(0, place - 1) : place + 2]:
+            if count != replica.num_micro_batch and count <= outline.problem.batch_size:
+                yield replace(replica, num_micro_batch=count)
+    if replica.starts is None:
+        return
+    place_of = {start: place for place, start in enumerate(outline.points.tolist())}
+    if any(start not in place_of for start in replica.starts):
+        return  # cut for another cluster, whose points differ
+    places = [place_of[start] for start in replica.starts] + [outline.num_segments]
+    for stage in range(1, len(places) - 1):
+        for distance in (1, -1):
+            moved = [*places]
+            moved[stage] += distance
+            if moved[stage - 1] < moved[stage] < moved[stage + 1]:
+                yield replace(replica, starts=outline.starts(moved[:-1]))

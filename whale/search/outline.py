@@ -12,7 +12,7 @@ takes microseconds whatever the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -36,7 +36,8 @@ Floats = npt.NDArray[np.float64]
 MOST_POINTS = 160
 """points where a stage may start, in the outline"""
 WEIGHTS_ONLY = frozenset(
-    ["tied", "trained_bytes", "other_bytes", "largest_weight_bytes", "largest_layer_bytes"]
+    ["tied", "trained_bytes", "whole_trained_bytes", "other_bytes"]
+    + ["largest_weight_bytes", "largest_layer_bytes"]
 )
 """what depends on how weights are cut"""
 
@@ -72,6 +73,9 @@ class Outline:
     problem: Problem
     _workloads: dict[int, Workload] = field(default_factory=dict, repr=False)
     _times: dict[tuple[DeviceKind, int], SegmentTimes] = field(default_factory=dict, repr=False)
+    _lines: dict[tuple[DeviceKind, int], tuple[Floats, Floats]] = field(
+        default_factory=dict, repr=False
+    )
     split: Mapping[str, int] = field(default_factory=dict, repr=False)
     """parameter -> over how many devices it is cut, each of which holds a part of it; others are
     whole on every device
@@ -260,10 +264,14 @@ class Outline:
                 found.append(TiedBytes(tuple(segments), self._held_bytes(name)))
         return tuple(found)
 
-    def _bytes_where_first_read(self, trained_factor: float, other_factor: float) -> Floats:
+    def _bytes_where_first_read(
+        self, trained_factor: float, other_factor: float, without: Container[str] = ()
+    ) -> Floats:
         state = self.problem.captured.state
         found = np.zeros(self.num_segments)
         for name, segments in self._readers.items():
+            if name in without:
+                continue
             tensor = state[name]
             factor = trained_factor if tensor.trainable else other_factor
             found[segments[0]] += factor * self._held_bytes(name)
@@ -273,6 +281,13 @@ class Outline:
     def trained_bytes(self) -> Floats:
         """(segments,): bytes of parameters with a gradient, where they are first read."""
         return self._bytes_where_first_read(1.0, 0.0)
+
+    @cached_property
+    def whole_trained_bytes(self) -> Floats:
+        """(segments,): the same without parameters that are cut over the devices of a group, of
+        which no two hold the same.
+        """
+        return self._bytes_where_first_read(1.0, 0.0, self.split)
 
     def static_bytes(self, is_shared: bool) -> Floats:
         """(segments,): weights, gradients and optimizer state, where they are first read.
@@ -319,13 +334,25 @@ class Outline:
         if key not in self._times:
             # shares that are close have the same line: models of this size see few of them
             share = 1 << max(0, num_samples.bit_length() - 1)
-            workload = self.workload(min(share, self.problem.batch_size))
-            each = workload.times_by_operation(self.activations, kind)
-            forward = [times.forward.of(num_samples) for times in each]
-            inputs = [times.input_backward.of(num_samples) for times in each]
-            weights = [times.weight_backward.of(num_samples) for times in each]
-            backward = self._by_segment(inputs) + self._by_segment(weights)
+            fixed, per_sample = self._line(kind, min(share, self.problem.batch_size))
+            forward, inputs, weights = fixed + num_samples * per_sample
+            backward = inputs + weights
             whole = float(backward.sum())
-            part = sum(inputs) / whole if whole else 0.0
-            self._times[key] = SegmentTimes(self._by_segment(forward), backward, part)
+            part = float(inputs.sum()) / whole if whole else 0.0
+            self._times[key] = SegmentTimes(forward, backward, part)
         return self._times[key]
+
+    def _line(self, kind: DeviceKind, share: int) -> tuple[Floats, Floats]:
+        """(3, segments) each: fixed seconds and seconds of a sample of forward, input gradient and
+        weight gradient, exact for `share` samples.
+        """
+        key = (kind, share)
+        if key not in self._lines:
+            each = self.workload(share).times_by_operation(self.activations, kind)
+            parts = [[times.forward, times.input_backward, times.weight_backward] for times in each]
+            fixed = [self._by_segment([row[place].fixed_s for row in parts]) for place in range(3)]
+            slopes = [
+                self._by_segment([row[place].sample_s for row in parts]) for place in range(3)
+            ]
+            self._lines[key] = np.array(fixed), np.array(slopes)
+        return self._lines[key]

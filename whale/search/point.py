@@ -18,6 +18,14 @@ class Shape:
 
     replicas: tuple[Stages, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: it goes over all ranks."""
+        return hash(self.replicas)
+
     @property
     def num_replicas(self) -> int:
         return len(self.replicas)

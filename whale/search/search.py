@@ -18,80 +18,27 @@ from functools import cached_property
 
 from whale.planning.problem import Problem, check_loss_and_buffers
 from whale.planning.schedules import FIXED_ORDERS
-from whale.plans.shares import shares_of_series
+from whale.search.blocks import Blocks
+from whale.search.budget import Budget
 from whale.search.candidate import Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
 from whale.search.drafting import Drafted, Drafting
 from whale.search.estimate import Estimator
-from whale.search.moves import best_cuts, neighbours
+from whale.search.moves import best_cuts, neighbours, nudged
 from whale.search.outline import Outline
-from whale.search.point import Estimate, Point
+from whale.search.point import Estimate, Point, Shape
 from whale.search.settings import OpenSettings
-from whale.search.shapes import device_classes, partitions, shapes, subsets
-from whale.search.splits import split_candidates
-from whale.search.tensor_groups import GroupOutline, TensorGroups, tensor_groups
+from whale.search.shapes import shapes, subsets
+from whale.search.split_drafts import draft_split, draft_tensor_groups, draft_zero
 
 LOOKED_AT = 3
 """so many times more estimates get their best cuts than are drafted"""
+SURE_DRAFTS = 3
+MUCH = 1.1
+"""after so many drafts, those that are estimated to take so many times the best are left out"""
 NEARLY = 1.02
 """a point near to the best is drafted where its estimate is at most so many times the best"""
 MOST_REFUSED = 4
 """so many times more estimates and drafts where few fit"""
-
-
-TINY = 120
-SMALL = 600
-VAST = 100_000
-"""operations of a model; of the last, times devices: the budgets of the search differ"""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How much is tried."""
-
-    estimates: int = 400
-    cut_moves: int = 200
-    """estimates of moved cuts, for each candidate that is drafted"""
-    drafts: int = 8
-    unlike: int = 2
-    """candidates of replicas that are not alike that are drafted"""
-    smaller: int = 2
-    """candidates on fewer devices that are drafted"""
-    split: int = 2
-    """candidates that split the operations of heavy parameters that are drafted"""
-    tensor: int = 1
-    """candidates of tensor parallelism that are drafted"""
-    zero: int = 3
-    """candidates with ZeRO that are drafted, where memory is short"""
-    neighbours: int = 24
-    """points near to the best that are estimated"""
-    polished: int = 2
-    """candidates that are drafted with several chunks, and with a full search for their order"""
-
-    @staticmethod
-    def for_problem(num_operations: int, num_devices: int) -> Budget:
-        """Most for tiny models, whose drafts take milliseconds; little for small ones, which are
-        not worth a long search; more for large ones. Estimates take longer on many devices.
-        """
-        estimates = max(60, 400 * 8 // max(8, num_devices))
-        if num_operations < TINY:
-            return Budget(estimates=estimates, drafts=30)
-        if num_operations < SMALL:
-            return Budget(
-                estimates=min(estimates, 120),
-                cut_moves=60,
-                drafts=5,
-                unlike=1,
-                smaller=1,
-                split=1,
-                zero=2,
-                neighbours=8,
-                polished=1,
-            )
-        if num_operations * num_devices > VAST:
-            return Budget(
-                estimates=estimates, drafts=4, split=1, tensor=0, zero=0, neighbours=4, polished=1
-            )
-        return Budget(estimates=estimates, drafts=12)
 
 
 @dataclass(frozen=True)
@@ -122,23 +69,27 @@ class Search:
     settings: OpenSettings
     budget: Budget
     progress: Callable[[Progress], None] = lambda _: None
+    seeds: Sequence[Candidate] = ()
+    """drafted before all others: what was found for a problem that is nearly the same"""
     drafted: list[Drafted] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
     num_estimates: int = 0
-    is_short: bool = False
-    """memory keeps some candidates from fitting, or asks for recomputation"""
+    least_short_s: float = math.inf
+    """what the fastest of the points may take that memory keeps from fitting, or has recompute"""
     is_interrupted: bool = False
 
     def __post_init__(self) -> None:
         self.outline = Outline(self.problem)
         self.measures = self.settings.memory_measures()
         self._estimators: dict[tuple[MemoryChoice, int | None], Estimator] = {}
-        self.estimator = self._estimator(self.measures[0])
+        self.estimator = self.estimator_of(self.measures[0])
         self.drafting = Drafting(self.problem, self.outline)
         self._neighbours_left = self.budget.neighbours
-        self._moved: dict[tuple[Estimate, int], Estimate] = {}
+        self.moved: dict[tuple[Estimate, int], Estimate] = {}
+        """(estimate, level of ZeRO) -> the same with its best cuts"""
         self._point_of: dict[Candidate, Point] = {}
-        self._blocks: dict[tuple[tuple[int, ...], int], Estimate | None] = {}
+        self.blocks = Blocks(self)
+        self._signatures: set[object] = set()
 
     @property
     def best(self) -> Drafted | None:
@@ -147,10 +98,12 @@ class Search:
     def run(self) -> None:
         """Fills `drafted`; an interrupt ends it with what is there."""
         try:
-            self.draft_best(self.estimated(self._points(), self.estimator))
-            self.draft_split()
-            self.draft_tensor_groups()
-            self.draft_zero()
+            for seed in self.seeds:
+                self.draft(seed)
+            self.draft_best(self.estimated(self.points(), self.estimator))
+            draft_split(self)
+            draft_tensor_groups(self)
+            draft_zero(self)
             self.draft_unlike()
             self.draft_smaller()
             self.polish()
@@ -160,9 +113,15 @@ class Search:
     # ---- estimates
 
     def estimated(
-        self, points: Iterable[Point], estimator: Estimator, most: int | None = None
+        self,
+        points: Iterable[Point],
+        estimator: Estimator,
+        most: int | None = None,
+        below_s: float = math.inf,
     ) -> list[Estimate]:
-        """Estimates that fit, the best first; at most so many."""
+        """Estimates that fit, the best first; at most so many. `below_s`: what cannot be faster
+        than that is left out.
+        """
         most = most or self.budget.estimates
         queue = []
         for place, point in enumerate(points):
@@ -170,9 +129,12 @@ class Search:
         heapq.heapify(queue)
         tried = 0
         found: list[Estimate] = []
-        least = math.inf
-        while queue and len(found) < most and tried < MOST_REFUSED * most:
-            _, _, point = heapq.heappop(queue)
+        least = below_s
+        until_first = max(most, self.budget.estimates // 8)
+        while queue and len(found) < most:
+            if tried >= MOST_REFUSED * (most if found else until_first):
+                break
+            guess, _, point = heapq.heappop(queue)
             if estimator.bound(point) > least:
                 continue
             estimate = estimator.estimate(point)
@@ -180,15 +142,15 @@ class Search:
             self.num_estimates += 1
             is_asked = self.settings.recompute is True
             if not estimate.fits or (any(estimate.recomputed) and not is_asked):
-                self.is_short = True
+                self.least_short_s = min(self.least_short_s, guess)
             if estimate.fits:
                 found.append(estimate)
                 least = min(least, estimate.step_s)
             if self.num_estimates % 50 == 0:
-                self._report("estimates", self.num_estimates, self.budget.estimates)
+                self.report("estimates", self.num_estimates, self.budget.estimates)
         return sorted(found, key=lambda each: each.step_s)
 
-    def _estimator(self, memory: MemoryChoice, num_samples: int | None = None) -> Estimator:
+    def estimator_of(self, memory: MemoryChoice, num_samples: int | None = None) -> Estimator:
         """The estimator of candidates that do this about their memory, with what it has computed."""
         key = (memory, num_samples)
         if key not in self._estimators:
@@ -196,21 +158,21 @@ class Search:
             self._estimators[key] = made
         return self._estimators[key]
 
-    def _points(
+    def points(
         self,
         ranks: tuple[int, ...] | None = None,
         num_samples: int | None = None,
         estimator: Estimator | None = None,
     ) -> Iterator[Point]:
         """Points on all devices, or on these; for the whole mini-batch, or for so many samples."""
-        most_wide = self._most_wide
+        most_wide = self.most_wide
         estimator = estimator or self.estimator
         batch_size = num_samples or self.problem.batch_size
         for shape in shapes(estimator.outline.problem.cluster, ranks):
             if shape.widest > most_wide:
                 continue
             if not estimator.can_hold(shape):
-                self.is_short = True
+                self._note_too_large(shape)
                 continue
             for chunks in self.settings.chunk_counts(shape.num_stages):
                 if shape.num_stages * chunks > self.outline.num_segments:
@@ -218,8 +180,25 @@ class Search:
                 for count in self.settings.micro_batches(batch_size // shape.widest):
                     yield Point(shape, count, chunks)
 
+    def _note_too_large(self, shape: Shape) -> None:
+        """Notes a shape whose weights do not fit, for `least_short_s`."""
+        counts = self.settings.micro_batches(self.problem.batch_size // shape.widest)
+        if counts and shape.num_devices == self.problem.cluster.num_devices:
+            guess = self.estimator.guess(Point(shape, counts[0]))
+            self.least_short_s = min(self.least_short_s, guess)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a candidate could be faster than the best if there were more memory."""
+        best = self.best
+        return (
+            math.isfinite(self.least_short_s)
+            if best is None
+            else (self.least_short_s < best.score_s)
+        )
+
     @cached_property
-    def _most_wide(self) -> int:
+    def most_wide(self) -> int:
         """Over how many devices a micro-batch may be cut."""
         problem = self.problem
         try:
@@ -255,10 +234,10 @@ class Search:
         """
         memory = memory or self.measures[0]
         key = (estimate, memory.zero)
-        if key not in self._moved:
-            better = best_cuts(self._estimator(memory), estimate, self.budget.cut_moves)
-            self._moved[key] = self._moved[better, memory.zero] = better
-        return self._moved[key]
+        if key not in self.moved:
+            better = best_cuts(self.estimator_of(memory), estimate, self.budget.cut_moves)
+            self.moved[key] = self.moved[better, memory.zero] = better
+        return self.moved[key]
 
     def draft_best(self, estimates: list[Estimate]) -> None:
         """Drafts the best estimates, not twice the same shape with nearly as many micro-batches."""
@@ -268,11 +247,12 @@ class Search:
         for number, estimate in enumerate(ordered, start=1):
             best = self.best
             if best is not None:
-                if number > self.budget.drafts or self._is_hopeless(estimate, best):
+                is_slower = number > SURE_DRAFTS and estimate.step_s > MUCH * best.score_s
+                if number > self.budget.drafts or is_slower or self._is_hopeless(estimate, best):
                     break
             elif number > MOST_REFUSED * self.budget.drafts:
                 break
-            self._report("plans", number, self.budget.drafts)
+            self.report("plans", number, self.budget.drafts)
             self.draft(self.candidate_of(estimate))
 
     def _is_hopeless(self, estimate: Estimate, best: Drafted) -> bool:
@@ -280,7 +260,11 @@ class Search:
         return self.estimator.bound(estimate.point) >= best.score_s
 
     def draft(self, candidate: Candidate, tries: int | None = 60) -> Drafted | None:
-        """The plan of a candidate, kept; None where it cannot be."""
+        """The plan of a candidate, kept; None where it cannot be, or was tried before."""
+        key = (candidate.signature(self.labels), tries)
+        if key in self._signatures:
+            return None
+        self._signatures.add(key)
         try:
             drafted = self.drafting.draft(candidate, tries)
         except ValueError as error:
@@ -290,119 +274,22 @@ class Search:
         self.tried.append(Tried(candidate, drafted.step_s))
         return drafted
 
-    # ---- split operations, and ZeRO
-
-    def draft_split(self) -> None:
-        """Heavy parameters split over groups of devices, everything else by samples."""
-        if not self.settings.may_split or self.measures[0].zero or not self.budget.split:
-            return
-        found = split_candidates(self.outline, self.settings, self._most_wide > 1)
-        for number, each in enumerate(found[: self.budget.split], start=1):
-            best = self.best
-            if best is not None and each.step_s > best.score_s:
-                break
-            self._report("split operations", number, self.budget.split)
-            self.draft(each.candidate)
-
-    def draft_tensor_groups(self) -> None:
-        """Stages on groups of devices that split all their operations."""
-        if not self.settings.may_split or self.measures[0].zero or not self.budget.tensor:
-            return
-        if not self._may_cut_all:
-            return
-        found: list[tuple[Estimate, TensorGroups]] = []
-        for groups in tensor_groups(self.problem.cluster):
-            outline = GroupOutline.of(self.outline, groups)
-            estimator = Estimator(outline, self.settings.recompute)
-            points = self._points(estimator=estimator)
-            estimates = self.estimated(points, estimator, self.budget.estimates // 8)
-            found += [(estimate, groups) for estimate in estimates[:1]]
-        found.sort(key=lambda each: each[0].step_s)
-        for number, (estimate, groups) in enumerate(found[: self.budget.tensor], start=1):
-            best = self.best
-            if best is not None and estimate.step_s > best.score_s:
-                break
-            self._report("tensor parallelism", number, self.budget.tensor)
-            starts = self.outline.starts(estimate.cuts)
-            self.draft(groups.candidate(estimate, starts, self.settings, self.measures[0]))
-
-    @property
-    def _may_cut_all(self) -> bool:
-        """Whether the optimizer gives the same on parts of parameters."""
-        return self.problem.updates_alone and not self.problem.updates_whole
-
-    def draft_zero(self) -> None:
-        """What ranks hold alike in parts, where memory is short: an alternative to recomputation
-        and to more stages.
-        """
-        further = self.measures[1:]
-        is_wanted = self.is_short or self.settings.zero_for_speed
-        most = self.budget.zero or int(self.best is None)
-        if not further or not is_wanted or not most:
-            return
-        found: list[tuple[Estimate, MemoryChoice]] = []
-        for memory in further:
-            estimator = self._estimator(memory)
-            points = (
-                point for point in self._points(estimator=estimator) if point.shape.widest > 1
-            )
-            estimates = self.estimated(points, estimator, self.budget.estimates // 8)
-            found += [(estimate, memory) for estimate in estimates[:2]]
-        found.sort(key=lambda each: each[0].step_s)
-        for number, (estimate, memory) in enumerate(found[:most], start=1):
-            best = self.best
-            if best is not None and estimate.step_s > best.score_s:
-                break
-            self._report("ZeRO", number, most)
-            self.draft(self.candidate_of(estimate, memory))
+    @cached_property
+    def labels(self) -> list[str]:
+        """What tells devices apart: kind and host."""
+        return [f"{each.kind.name} {each.host}" for each in self.problem.cluster.devices]
 
     # ---- replicas that are not alike, and fewer devices
 
     def draft_unlike(self) -> None:
-        """Classes of devices in blocks, each block with model replicas of its own shape."""
-        if self._most_wide == 1 or self.settings.num_stages is not None or self.measures[0].zero:
-            return
-        found: list[tuple[float, Candidate]] = []
-        for blocks in partitions(device_classes(self.problem.cluster)):
-            estimated = self._of_blocks(blocks)
-            if estimated is not None:
-                found.append(estimated)
-        found.sort(key=lambda each: each[0])
-        for number, (estimate_s, candidate) in enumerate(found[: self.budget.unlike], start=1):
+        """Devices in blocks, each block with a model replica, or alike ones, of its own shape."""
+        for number, (estimate_s, candidate) in enumerate(self.blocks.unlike(), start=1):
             best = self.best
-            if best is not None and estimate_s > best.score_s:
+            is_slower = best is not None and estimate_s > NEARLY * best.score_s
+            if number > self.budget.unlike or is_slower:
                 break
-            self._report("unlike replicas", number, self.budget.unlike)
+            self.report("unlike replicas", number, self.budget.unlike)
             self.draft(candidate)
-
-    def _of_blocks(self, blocks: Sequence[tuple[int, ...]]) -> tuple[float, Candidate] | None:
-        """(estimated seconds, candidate) with the best shape of every block for its samples."""
-        batch_size = self.problem.batch_size
-        speeds = []
-        for ranks in blocks:
-            speeds.append(sum(1.0 / self.estimator.sample_seconds(rank, 1) for rank in ranks))
-        series = [[samples / speed for samples in range(batch_size + 1)] for speed in speeds]
-        shares = shares_of_series(batch_size, series)
-        replicas: list[ReplicaChoice] = []
-        slowest = 0.0
-        for ranks, share in zip(blocks, shares, strict=True):
-            if not share:
-                return None
-            best = self._best_of_block(ranks, share)
-            if best is None:
-                return None
-            slowest = max(slowest, best.step_s)
-            replicas.extend(self.candidate_of(best).replicas)
-        return slowest, Candidate(tuple(replicas), self.measures[0])
-
-    def _best_of_block(self, ranks: tuple[int, ...], share: int) -> Estimate | None:
-        key = (ranks, share)
-        if key not in self._blocks:
-            estimator = self._estimator(self.measures[0], share)
-            points = self._points(ranks, share)
-            found = self.estimated(points, estimator, self.budget.estimates // 8)
-            self._blocks[key] = found[0] if found else None
-        return self._blocks[key]
 
     def draft_smaller(self) -> None:
         """The same on fewer devices: some make the step longer."""
@@ -410,14 +297,17 @@ class Search:
             return
         found: list[Estimate] = []
         for ranks in subsets(self.problem.cluster):
-            points = self._points(ranks)
-            found += self.estimated(points, self.estimator, self.budget.estimates // 8)[:1]
+            best = self.best
+            below_s = math.inf if best is None else NEARLY * best.score_s
+            points = self.points(ranks)
+            few = self.budget.estimates // 8
+            found += self.estimated(points, self.estimator, few, below_s)[:1]
         found.sort(key=lambda each: each.step_s)
         for number, estimate in enumerate(found[: self.budget.smaller], start=1):
             best = self.best
-            if best is not None and estimate.step_s > best.score_s:
+            if best is not None and estimate.step_s > NEARLY * best.score_s:
                 break
-            self._report("fewer devices", number, self.budget.smaller)
+            self.report("fewer devices", number, self.budget.smaller)
             self.draft(self.candidate_of(estimate))
 
     # ---- polish
@@ -426,10 +316,11 @@ class Search:
         """Points near to the best, then the full search for the order of actions."""
         while self._draft_neighbours():
             pass
+        self._nudge()
         for drafted in sorted(self.drafted, key=lambda each: each.score_s)[: self.budget.polished]:
             first = drafted.candidate.replicas[0]
             if len(first.groups) > 1 and first.schedule not in FIXED_ORDERS:
-                self._report("order of actions", 1, 1)
+                self.report("order of actions", 1, 1)
                 self.draft(drafted.candidate, None)
 
     def _draft_neighbours(self) -> bool:
@@ -442,7 +333,7 @@ class Search:
         memory = best.candidate.memory
         known = {point for made, point in self._point_of.items() if made.memory == memory}
         found = []
-        estimator = self._estimator(memory)
+        estimator = self.estimator_of(memory)
         for point in neighbours(self._point_of[best.candidate], self.settings, self.outline):
             if point not in known and self._neighbours_left > 0:
                 self._neighbours_left -= 1
@@ -450,11 +341,27 @@ class Search:
                 if estimate.step_s <= NEARLY * best.score_s:
                     found.append(self.with_best_cuts(estimate, memory))
         for number, estimate in enumerate(sorted(found, key=lambda each: each.step_s), start=1):
-            self._report("neighbours", number, len(found))
+            self.report("neighbours", number, len(found))
             self.draft(self.candidate_of(estimate, memory))
         return self.best is not best
 
-    def _report(self, what: str, done: int, of: int) -> None:
+    def _nudge(self) -> None:
+        """Drafts what differs from the best in one cut or one number, until none of them is
+        faster.
+        """
+        left = self.budget.nudges
+        best = None
+        while left and self.best is not best:
+            best = self.best
+            assert best is not None
+            for candidate in nudged(best.candidate, self.settings, self.outline):
+                if not left or self.best is not best:
+                    break
+                left -= 1
+                self.report("nudges", self.budget.nudges - left, self.budget.nudges)
+                self.draft(candidate)
+
+    def report(self, what: str, done: int, of: int) -> None:
         self.progress(Progress(what, done, of, self.best))
 
 
@@ -463,10 +370,11 @@ def search(
     settings: OpenSettings,
     budget: Budget | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
+    seeds: Sequence[Candidate] = (),
 ) -> Search:
-    """A finished search."""
+    """A finished search. `seeds`: candidates that are drafted first."""
     number = sum(1 for _ in problem.captured.compute_nodes())
     chosen = budget or Budget.for_problem(number, problem.cluster.num_devices)
-    made = Search(replace(problem), settings, chosen, progress)
+    made = Search(replace(problem), settings, chosen, progress, seeds)
     made.run()
     return made

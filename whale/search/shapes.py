@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations, product
+from itertools import combinations, permutations, product
 
 from whale.cluster.cluster import Cluster, DeviceKind
 from whale.search.point import Shape, Stages
@@ -23,8 +23,13 @@ FEW_DEVICES = 8
 """of a replica: so many are cut into stages in all ways"""
 MOST_CLASSES = 4
 """so many are laid in lines in all orders"""
+MANY_DEVICES = 256
+"""of so many, three or more classes are laid in some good orders only, else in all
+"""
 STAGE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """stages of one class that are tried in a long line"""
+FEW_PARTS = 6
+"""devices of a cluster: of so many all parts are looked at, not only whole classes"""
 MOST_SHAPES = 20_000
 """so many are enumerated at most"""
 
@@ -63,7 +68,8 @@ def device_classes(
 
 def lines(classes: Sequence[DeviceClass]) -> list[tuple[DeviceClass, ...]]:
     """The classes in every order that differs; in some good ones where there are many."""
-    if len(classes) > MOST_CLASSES:
+    number = sum(len(each.ranks) for each in classes)
+    if len(classes) > MOST_CLASSES or (len(classes) > 2 and number > MANY_DEVICES):
         by_memory = sorted(classes, key=lambda each: (-each.kind.memory_bytes, each.kind.name))
         return list(dict.fromkeys([tuple(classes), tuple(by_memory), tuple(by_memory[::-1])]))
     found: dict[tuple[tuple[DeviceKind, int], ...], tuple[DeviceClass, ...]] = {}
@@ -75,9 +81,11 @@ def lines(classes: Sequence[DeviceClass]) -> list[tuple[DeviceClass, ...]]:
 
 def shapes(cluster: Cluster, ranks: Collection[int] | None = None) -> Iterator[Shape]:
     """All shapes on all devices of the cluster, or on these, each once."""
-    seen: set[object] = set()
-    kinds = [device.kind.name for device in cluster.devices]
-    hosts = [device.host for device in cluster.devices]
+    seen: set[int] = set()
+    numbers: dict[tuple[DeviceKind, str], int] = {}
+    labels = [
+        numbers.setdefault((device.kind, device.host), len(numbers)) for device in cluster.devices
+    ]
 
     def signature(shape: Shape) -> object:
         """What tells two shapes apart: kinds and hosts of every stage, in any order of the
@@ -85,14 +93,12 @@ def shapes(cluster: Cluster, ranks: Collection[int] | None = None) -> Iterator[S
         """
         replicas = []
         for stages in shape.replicas:
-            replicas.append(
-                tuple(tuple(sorted((kinds[rank], hosts[rank]) for rank in each)) for each in stages)
-            )
+            replicas.append(tuple(tuple(sorted(map(labels.__getitem__, each))) for each in stages))
         return tuple(sorted(replicas))
 
     for line in lines(device_classes(cluster, ranks)):
         for shape in _on_line(line):
-            key = signature(shape)
+            key = hash(signature(shape))  # of whole numbers, so the same in every run
             if key not in seen:
                 seen.add(key)
                 yield shape
@@ -172,7 +178,11 @@ def _even_compositions(runs: Sequence[int]) -> Iterator[tuple[int, ...]]:
     counts = [[each for each in STAGE_COUNTS if each < run] + [run] for run in runs]
     if len(runs) > 1:
         yield (sum(runs),)
+    is_long = len(runs) > 2 and sum(runs) > FEW_DEVICES**2
     for chosen in product(*counts):
+        means = [run / stages for run, stages in zip(runs, chosen, strict=True)]
+        if is_long and max(means) > 2 * min(means):
+            continue
         widths: list[int] = []
         for run, stages in zip(runs, chosen, strict=True):
             width, rest = divmod(run, stages)
@@ -185,6 +195,8 @@ def subsets(cluster: Cluster) -> list[tuple[int, ...]]:
     device of a class, each once; the largest first.
     """
     everything = set(range(cluster.num_devices))
+    if len(everything) <= FEW_PARTS:
+        return _all_subsets(cluster)
     classes = device_classes(cluster)
     left_out: list[set[int]] = [set(each.ranks[-1:]) for each in classes]
     left_out += [set(each.ranks) for each in classes]
@@ -193,6 +205,46 @@ def subsets(cluster: Cluster) -> list[tuple[int, ...]]:
             left_out.append({each.rank for each in cluster.devices if each.host == host})
     found = dict.fromkeys(tuple(sorted(everything - out)) for out in left_out)
     return sorted((each for each in found if each), key=lambda each: (-len(each), each))
+
+
+def _all_subsets(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Every part of a small cluster but the whole, once for devices that nothing tells apart."""
+    found: dict[tuple[tuple[DeviceKind, str], ...], tuple[int, ...]] = {}
+    for number in range(cluster.num_devices - 1, 0, -1):
+        for devices in combinations(cluster.devices, number):
+            labels = sorted(((each.kind, each.host) for each in devices), key=str)
+            found.setdefault(tuple(labels), tuple(each.rank for each in devices))
+    return list(found.values())
+
+
+def blocks_of(cluster: Cluster) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Two or more blocks of devices, each of which may have model replicas of its own shape: whole
+    classes, and on small clusters any devices; those in no block take no part.
+    """
+    everything = tuple(range(cluster.num_devices))
+    if len(everything) > FEW_PARTS:
+        yield from partitions(device_classes(cluster))
+        return
+    labels = [str((device.kind, device.host)) for device in cluster.devices]
+    seen: set[object] = set()
+    for ranks in (everything, *_all_subsets(cluster)):
+        for blocks in _set_partitions(ranks):
+            key = tuple(sorted(tuple(sorted(labels[rank] for rank in each)) for each in blocks))
+            if len(blocks) > 1 and key not in seen:
+                seen.add(key)
+                yield blocks
+
+
+def _set_partitions(ranks: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every way to put ranks into blocks."""
+    if not ranks:
+        yield ()
+        return
+    first, rest = ranks[:1], ranks[1:]
+    for blocks in _set_partitions(rest):
+        yield (first, *blocks)
+        for place, block in enumerate(blocks):
+            yield (*blocks[:place], first + block, *blocks[place + 1 :])
 
 
 def partitions(

@@ -1,0 +1,389 @@
+"""Every candidate of a small case, by brute force: which devices take part, model replicas alike or
+not, stages of any width in any order, every cut, every number of micro-batches.
+
+Devices that nothing tells apart (kind, host) are interchangeable, so each arrangement comes once.
+All that could be faster than a given time is drafted and simulated, as the search does it; what a
+lower bound proves to be slower is not. For a stage s of replica r, with w the seconds of a sample on
+its devices together and M micro-batches, r works for b_r samples at least
+
+    b_r (w_s + sum over earlier stages t of w_t / M)                                            (1)
+
+(the first micro-batch must come to s, the last must go back; the messages between count as w), so that all replicas need for B samples
+
+    B / sum over r of 1 / (w_s + sum of w_t / M)                                                (2)
+
+and then the gradients of what s holds are all-reduced over whoever holds them, unless they are so
+many that this begins earlier. `faster_than` checks the bound against every score that it sees.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from whale.planning.pricing import update_seconds
+from whale.planning.problem import Problem
+from whale.planning.schedules import ACTION_S
+from whale.search.candidate import Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
+from whale.search.drafting import Drafted, Drafting
+from whale.search.outline import Outline
+from whale.simulation.communication import all_reduce_seconds
+
+FORWARD = 0.25
+"""of a forward and backward, less than what a forward takes: of a replica whose samples do not divide
+into its micro-batches the first ones are larger, so only their way to a stage is surely as long
+"""
+Label = tuple[str, str]
+"""kind and host of a device"""
+Stages = tuple[tuple[int, ...], ...]
+"""the ranks of every stage of a replica"""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run one model replica."""
+
+    stages: Stages
+    cuts: tuple[int, ...]
+    """first segment of every stage"""
+    num_micro_batch: int
+    speed: float
+    """samples per second at most, by line (1)"""
+
+
+@dataclass(frozen=True)
+class EnumeratedPlans:
+    """The candidates of one problem."""
+
+    problem: Problem
+    counts: tuple[int, ...]
+    """numbers of micro-batches"""
+    has_unlike: bool
+    """also model replicas that are not alike"""
+
+    def faster_than(self, limit_s: float) -> tuple[Drafted | None, int]:
+        """The first candidate found with a score below `limit_s`, and how many were drafted."""
+        drafting = Drafting(self.problem, self.outline)
+        number = 0
+        for bound_s, candidate in sorted(self.candidates(limit_s), key=lambda each: each[0]):
+            try:
+                drafted = drafting.draft(candidate)
+            except ValueError:  # does not fit, or may not be cut so
+                continue
+            number += 1
+            assert bound_s <= drafted.score_s * (1 + 1e-9), f"no bound: {candidate.describe()}"
+            if drafted.score_s < limit_s:
+                return drafted, number
+        return None, number
+
+    def candidates(self, limit_s: float) -> Iterator[tuple[float, Candidate]]:
+        """(lower bound of the score, candidate) of all that may be below the limit."""
+        for ranks in self._subsets():
+            yield from self._alike(ranks, limit_s)
+            if self.has_unlike and len(ranks) > 1:
+                yield from self._unlike(ranks, limit_s)
+
+    # ---- what the bound needs
+
+    @cached_property
+    def outline(self) -> Outline:
+        return Outline(self.problem)
+
+    @cached_property
+    def _labels(self) -> list[Label]:
+        return [(device.kind.name, device.host) for device in self.problem.cluster.devices]
+
+    @cached_property
+    def _sums(self) -> list[list[float]]:
+        """[rank][segment]: seconds of a sample up to there, forward and backward, at the best
+        price of any number of samples.
+        """
+        found: dict[str, list[float]] = {}
+        for device in self.problem.cluster.devices:
+            if device.kind.name in found:
+                continue
+            best = [math.inf] * self.outline.num_segments
+            for samples in range(1, self.problem.batch_size + 1):
+                times = self.outline.times(device.kind, samples)
+                for place, each in enumerate((times.forward + times.backward).tolist()):
+                    best[place] = min(best[place], each / samples)
+            found[device.kind.name] = [0.0, *itertools.accumulate(best)]
+        return [found[device.kind.name] for device in self.problem.cluster.devices]
+
+    @cached_property
+    def _trained(self) -> list[float]:
+        return [0.0, *itertools.accumulate(self.outline.trained_bytes.tolist())]
+
+    def _sample_s(self, ranks: Sequence[int], start: int, end: int) -> float:
+        """Seconds of a sample on these devices together."""
+        speed = 0.0
+        for rank in ranks:
+            seconds = self._sums[rank][end] - self._sums[rank][start]
+            if seconds <= 0:
+                return 0.0
+            speed += 1 / seconds
+        return 1 / speed
+
+    def _reduced_s(self, ranks: Sequence[int], start: int, end: int) -> float:
+        """Seconds of the all-reduce of what these segments train; 0 where it may begin early."""
+        num_bytes = self._trained[end] - self._trained[start]
+        if len(ranks) < 2 or not num_bytes or num_bytes > self.problem.config.bucket_bytes:
+            return 0.0
+        network = self.problem.cluster.network
+        return all_reduce_seconds(num_bytes, 1, tuple(sorted(ranks)), network)[0]
+
+    def _message_s(self, here: Sequence[int], there: Sequence[int], cut: int) -> float:
+        """Seconds of a sample on its way to the next stage and of its gradient on the way back, at
+        least: all pairs of devices send at the same time, at the rate of the best link.
+        """
+        network = self.problem.cluster.network
+        rate = max(network.link(a, b).bytes_per_s for a in here for b in there)
+        pairs = len(here) * len(there)
+        return 2 * float(self.outline.crossing_bytes[cut]) / (rate * pairs)
+
+    def _update_s(self, ranks: Sequence[int], start: int, end: int) -> float:
+        """Seconds of the update of what these segments train on the slowest of these devices."""
+        num_bytes = int(self._trained[end] - self._trained[start])
+        problem = self.problem
+        kinds = {problem.cluster.devices[rank].kind for rank in ranks}
+        ratio = problem.optimizer_ratio
+        work = problem.update_work
+        return max(update_seconds(num_bytes, 0, 1, ratio, kind, work) for kind in kinds)
+
+    # ---- devices
+
+    def _subsets(self) -> list[tuple[int, ...]]:
+        """Ranks that take part, once for devices that nothing tells apart."""
+        found: dict[tuple[Label, ...], tuple[int, ...]] = {}
+        everything = range(self.problem.cluster.num_devices)
+        for number in everything:
+            for ranks in itertools.combinations(everything, number + 1):
+                found.setdefault(tuple(sorted(self._labels[rank] for rank in ranks)), ranks)
+        return list(found.values())
+
+    def _orders(self, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """The ranks in every order that differs."""
+        for labels in set(itertools.permutations(self._labels[rank] for rank in ranks)):
+            left = {
+                label: [each for each in ranks if self._labels[each] == label] for label in labels
+            }
+            yield tuple(left[label].pop(0) for label in labels)
+
+    def _named(self, stages: Stages) -> tuple[tuple[Label, ...], ...]:
+        return tuple(tuple(sorted(self._labels[rank] for rank in each)) for each in stages)
+
+    # ---- alike replicas
+
+    def _alike(self, ranks: tuple[int, ...], limit_s: float) -> Iterator[tuple[float, Candidate]]:
+        seen = set()
+        for order in sorted(self._orders(ranks)):
+            for num_replicas in range(1, len(ranks) + 1):
+                size, rest = divmod(len(ranks), num_replicas)
+                if rest:
+                    continue
+                for edges in _edges(size):
+                    replicas = []
+                    for first in range(0, len(ranks), size):
+                        own = order[first : first + size]
+                        pairs = itertools.pairwise(edges)
+                        replicas.append(tuple(tuple(sorted(own[a:b])) for a, b in pairs))
+                    key = tuple(sorted(map(self._named, replicas)))
+                    if key not in seen:
+                        seen.add(key)
+                        yield from self._with_cuts(replicas, limit_s)
+
+    def _with_cuts(
+        self, replicas: Sequence[Stages], limit_s: float
+    ) -> Iterator[tuple[float, Candidate]]:
+        widest = max(sum(map(len, stage)) for stage in zip(*replicas, strict=True))
+        for count in self.counts:
+            if count * widest > self.problem.batch_size:
+                continue
+            for bound_s, cuts in self._cuts(replicas, count, limit_s):
+                options = [Option(stages, cuts, count, 0.0) for stages in replicas]
+                yield bound_s, self._candidate(options)
+
+    def _cuts(
+        self, replicas: Sequence[Stages], count: int, limit_s: float
+    ) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """(bound, cuts) of alike replicas below the limit, stage by stage."""
+        number = self.outline.num_segments
+        num_stages = len(replicas[0])
+        actions_s = 2 * count * ACTION_S
+
+        def next_cut(
+            cuts: tuple[int, ...], before: Sequence[float], least_s: float
+        ) -> Iterator[tuple[float, tuple[int, ...]]]:
+            stage = len(cuts) - 1
+            start = cuts[-1]
+            is_last = stage == num_stages - 1
+            for end in range(number if is_last else start + 1, number + 1):
+                own = [self._sample_s(each[stage], start, end) for each in replicas]
+                paths = [a + b for a, b in zip(own, before, strict=True)]
+                if min(paths) <= 0:
+                    work_s = 0.0
+                else:
+                    work_s = self.problem.batch_size / sum(1 / each for each in paths)
+                holders = [rank for each in replicas for rank in each[stage]]
+                bound_s = work_s + self._reduced_s(holders, start, end) + actions_s
+                bound_s += self._update_s(holders, start, end)
+                if bound_s >= limit_s:
+                    continue
+                bound_s = max(bound_s, least_s)
+                if is_last:
+                    yield bound_s, cuts
+                elif number - end >= num_stages - stage - 1:
+                    way = []
+                    for stages, a, b in zip(replicas, before, own, strict=True):
+                        sent = self._message_s(stages[stage], stages[stage + 1], end)
+                        way.append(a + (b + sent) / count)
+                    yield from next_cut((*cuts, end), way, bound_s)
+
+        yield from next_cut((0,), [0.0] * len(replicas), 0.0)
+
+    # ---- replicas that are not alike
+
+    def _unlike(self, ranks: tuple[int, ...], limit_s: float) -> Iterator[tuple[float, Candidate]]:
+        for blocks in self._partitions(ranks):
+            options = [self._options(block, limit_s) for block in blocks]
+            if all(options):
+                yield from self._combined(options, limit_s)
+
+    def _partitions(self, ranks: tuple[int, ...]) -> list[tuple[tuple[int, ...], ...]]:
+        found = {}
+        for blocks in _set_partitions(list(ranks)):
+            if len(blocks) > 1:
+                key = tuple(sorted(tuple(sorted(self._labels[r] for r in each)) for each in blocks))
+                found.setdefault(key, tuple(tuple(each) for each in blocks))
+        return list(found.values())
+
+    @cached_property
+    def _known_options(self) -> dict[tuple[int, ...], list[Option]]:
+        return {}
+
+    def _options(self, ranks: tuple[int, ...], limit_s: float) -> list[Option]:
+        """Every way to run one replica on these devices, the fastest first."""
+        if ranks in self._known_options:
+            return self._known_options[ranks]
+        found: dict[object, Option] = {}
+        for order in sorted(self._orders(ranks)):
+            for edges in _edges(len(ranks)):
+                stages = tuple(tuple(sorted(order[a:b])) for a, b in itertools.pairwise(edges))
+                widest = max(map(len, stages))
+                inner = range(1, self.outline.num_segments)
+                for cuts in itertools.combinations(inner, len(stages) - 1):
+                    for count in self.counts:
+                        key = (self._named(stages), cuts, count)
+                        if count * widest >= self.problem.batch_size or key in found:
+                            continue
+                        if 2 * count * ACTION_S < limit_s:
+                            speed = self._speed(stages, (0, *cuts), count)
+                            found[key] = Option(stages, (0, *cuts), count, speed)
+        options = sorted(found.values(), key=lambda each: -each.speed)
+        self._known_options[ranks] = options
+        return options
+
+    def _speed(self, stages: Stages, cuts: tuple[int, ...], count: int) -> float:
+        way = 0.0
+        slowest = 0.0
+        bounds = (*cuts, self.outline.num_segments)
+        for stage, ranks in enumerate(stages):
+            own = self._sample_s(ranks, bounds[stage], bounds[stage + 1])
+            slowest = max(slowest, way + own)
+            if stage + 1 < len(stages):
+                sent = self._message_s(ranks, stages[stage + 1], bounds[stage + 1])
+                way += FORWARD * (own + sent) / count
+        return 1 / slowest if slowest else math.inf
+
+    def _combined(
+        self, options: Sequence[Sequence[Option]], limit_s: float
+    ) -> Iterator[tuple[float, Candidate]]:
+        """One option for each block, of those that are fast enough together."""
+        needed = self.problem.batch_size / limit_s
+        most_after = [
+            sum(each[0].speed for each in options[place + 1 :]) for place in range(len(options))
+        ]
+
+        def next_block(chosen: tuple[Option, ...], speed: float) -> Iterator[tuple[Option, ...]]:
+            place = len(chosen)
+            if place == len(options):
+                yield chosen
+                return
+            for option in options[place]:
+                together = speed + option.speed
+                if together + most_after[place] <= needed:
+                    return
+                yield from next_block((*chosen, option), together)
+
+        seen = set()
+        for chosen in next_block((), 0.0):
+            first = chosen[0]
+            if all(_is_like(first, option) for option in chosen):
+                continue
+            key = tuple(sorted((self._named(o.stages), o.cuts, o.num_micro_batch) for o in chosen))
+            if key in seen:
+                continue
+            seen.add(key)
+            bound_s = self._bound(chosen)
+            if bound_s < limit_s:
+                yield bound_s, self._candidate(chosen)
+
+    def _bound(self, chosen: Sequence[Option]) -> float:
+        """Line (2) with the all-reduce of every part of the model that has its own holders."""
+        number = self.outline.num_segments
+        actions_s = max(2 * option.num_micro_batch * ACTION_S for option in chosen)
+        edges = sorted({cut for option in chosen for cut in option.cuts} | {number})
+        bound_s = self.problem.batch_size / sum(option.speed for option in chosen)
+        for start, end in itertools.pairwise(edges):
+            speed = 0.0
+            holders: list[int] = []
+            for option in chosen:
+                bounds = (*option.cuts, number)
+                stage = max(s for s, cut in enumerate(option.cuts) if cut <= start)
+                holders += option.stages[stage]
+                own = self._sample_s(option.stages[stage], bounds[stage], bounds[stage + 1])
+                speed += 1 / own if own else math.inf
+            reduced_s = self._reduced_s(holders, start, end) + self._update_s(holders, start, end)
+            bound_s = max(bound_s, self.problem.batch_size / speed + reduced_s)
+        return bound_s + actions_s
+
+    # ---- candidates
+
+    def _candidate(self, options: Sequence[Option]) -> Candidate:
+        replicas = []
+        for option in options:
+            groups = tuple(map(DeviceGroup, option.stages))
+            starts = self.outline.starts(option.cuts)
+            replicas.append(ReplicaChoice(groups, option.num_micro_batch, "1f1b", starts=starts))
+        return Candidate(tuple(replicas), MemoryChoice(recompute=False))
+
+
+def _is_like(one: Option, other: Option) -> bool:
+    """Whether both run the same stages: such replicas are enumerated as alike ones."""
+    return (
+        one.cuts == other.cuts
+        and one.num_micro_batch == other.num_micro_batch
+        and [len(ranks) for ranks in one.stages] == [len(ranks) for ranks in other.stages]
+    )
+
+
+def _edges(number: int) -> Iterator[tuple[int, ...]]:
+    """Where stages begin, and the end, for every way to cut so many devices."""
+    for num_inner in range(number):
+        for inner in itertools.combinations(range(1, number), num_inner):
+            yield (0, *inner, number)
+
+
+def _set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """Every way to put items into blocks."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for blocks in _set_partitions(rest):
+        yield [[first], *blocks]
+        for place in range(len(blocks)):
+            yield [*blocks[:place], [first, *blocks[place]], *blocks[place + 1 :]]

@@ -1,0 +1,128 @@
+"""Model replicas that are not alike: devices in blocks, each block with the shape that is best for
+its devices and its part of the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from whale.plans.shares import shares_of_series
+from whale.search.candidate import Candidate, ReplicaChoice
+from whale.search.moves import best_cuts
+from whale.search.point import Estimate, Point, Shape
+from whale.search.shapes import blocks_of
+
+if TYPE_CHECKING:
+    from whale.search.search import Search
+
+SHARINGS = 2
+"""rounds in which samples are shared"""
+
+
+@dataclass
+class Blocks:
+    """The estimates of one search for blocks of devices."""
+
+    search: Search
+    _best: dict[tuple[tuple[str, ...], int], Estimate | None] = field(
+        default_factory=dict, repr=False
+    )
+
+    def unlike(self) -> list[tuple[float, Candidate]]:
+        """(estimated seconds, candidate) of model replicas that are not alike, the best first."""
+        search = self.search
+        if search.most_wide == 1 or search.settings.num_stages is not None:
+            return []
+        if search.measures[0].zero:
+            return []
+        found: list[tuple[float, Candidate]] = []
+        best = self.search.best
+        for blocks in blocks_of(self.search.problem.cluster):
+            everyone = tuple(sorted(rank for ranks in blocks for rank in ranks))
+            least_s = self.search.estimator.bound(Point(Shape(((everyone,),)), 1))
+            if best is not None and least_s > best.score_s:
+                continue  # too few devices, whatever they do
+            estimated = self._of_blocks(blocks)
+            if estimated is not None and not estimated[1].are_alike:
+                found.append(estimated)
+        return sorted(found, key=lambda each: each[0])
+
+    def _of_blocks(self, blocks: Sequence[tuple[int, ...]]) -> tuple[float, Candidate] | None:
+        """(estimated seconds, candidate) with the best shape of every block for its samples: first
+        by the speed of its devices, then by that of its best shape.
+        """
+        speeds = []
+        for ranks in blocks:
+            speeds.append(
+                sum(1.0 / self.search.estimator.sample_seconds(rank, 1) for rank in ranks)
+            )
+        chosen: list[Estimate] = []
+        for _ in range(SHARINGS):
+            shares = self._shares(speeds)
+            estimates = [
+                self._best_of_block(ranks, share) if share else None
+                for ranks, share in zip(blocks, shares, strict=True)
+            ]
+            found = [each for each in estimates if each is not None]
+            if len(found) < len(blocks):
+                break
+            if not chosen or _slowest(found) < _slowest(chosen):
+                chosen = found
+            speeds = [share / each.step_s for share, each in zip(shares, found, strict=True)]
+        if not chosen:
+            return None
+        replicas: list[ReplicaChoice] = []
+        for ranks, best in zip(blocks, chosen, strict=True):
+            replicas.extend(self._on_ranks(best, ranks))
+        everyone = tuple(sorted(rank for ranks in blocks for rank in ranks))
+        fewest = min(each.point.shape.num_stages for each in chosen)
+        reduced_s = self.search.estimator.whole_reduced_seconds(everyone) / fewest
+        made = Candidate(tuple(replicas), self.search.measures[0])
+        return _slowest(chosen) + reduced_s, made
+
+    def _shares(self, speeds: Sequence[float]) -> tuple[int, ...]:
+        """Samples of every block, by samples per second."""
+        batch_size = self.search.problem.batch_size
+        series = [[samples / speed for samples in range(batch_size + 1)] for speed in speeds]
+        return shares_of_series(batch_size, series)
+
+    def _best_of_block(self, ranks: tuple[int, ...], share: int) -> Estimate | None:
+        key = (tuple(sorted(self.search.labels[rank] for rank in ranks)), share)
+        if key not in self._best:
+            memory = self.search.measures[0]
+            estimator = self.search.estimator_of(memory, share)
+            points = self.search.points(ranks, share)
+            found = self.search.estimated(
+                points, estimator, max(4, self.search.budget.estimates // 24)
+            )
+            best = None
+            if found:
+                best = best_cuts(estimator, found[0], self.search.budget.cut_moves)
+                self.search.moved[best, memory.zero] = (
+                    best  # by the samples of the block, not by all
+                )
+            self._best[key] = best
+        return self._best[key]
+
+    def _on_ranks(self, estimate: Estimate, ranks: tuple[int, ...]) -> list[ReplicaChoice]:
+        """The replicas of a block's estimate, which may have been made for other devices of the
+        same kinds on the same hosts.
+        """
+        made = self.search.candidate_of(estimate).replicas
+        free: dict[str, list[int]] = {}
+        for rank in ranks:
+            free.setdefault(self.search.labels[rank], []).append(rank)
+        found = []
+        for replica in made:
+            groups = []
+            for group in replica.groups:
+                own = [free[self.search.labels[rank]].pop(0) for rank in group.ranks]
+                groups.append(replace(group, ranks=tuple(own)))
+            found.append(replace(replica, groups=tuple(groups)))
+        return found
+
+
+def _slowest(estimates: Sequence[Estimate]) -> float:
+    return max(each.step_s for each in estimates)

@@ -1,0 +1,71 @@
+"""How much a search tries: counts, never seconds, so that every run gives the same plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TINY = 120
+SMALL = 600
+VAST = 100_000
+"""operations of a model; of the last, times devices: the budgets of the search differ"""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much is tried."""
+
+    estimates: int = 400
+    cut_moves: int = 200
+    """estimates of moved cuts, for each candidate that is drafted"""
+    drafts: int = 8
+    unlike: int = 2
+    """candidates of replicas that are not alike that are drafted"""
+    smaller: int = 2
+    """candidates on fewer devices that are drafted"""
+    split: int = 2
+    """candidates that split the operations of heavy parameters that are drafted"""
+    tensor: int = 1
+    """candidates of tensor parallelism that are drafted"""
+    zero: int = 3
+    """candidates with ZeRO that are drafted, where memory is short"""
+    neighbours: int = 24
+    """points near to the best that are estimated"""
+    nudges: int = 0
+    """candidates that differ from the best in one cut or one number that are drafted"""
+    polished: int = 2
+    """candidates that are drafted with several chunks, and with a full search for their order"""
+
+    @staticmethod
+    def for_problem(num_operations: int, num_devices: int) -> Budget:
+        """Most for tiny models, whose drafts take milliseconds; little for small ones, which are
+        not worth a long search; more for large ones. Estimates take longer on many devices.
+        """
+        estimates = max(60, 400 * 8 // max(8, num_devices))
+        if num_operations < TINY:
+            return Budget(estimates=estimates, drafts=30, unlike=10, smaller=6, nudges=60)
+        if num_operations < SMALL:
+            return Budget(
+                estimates=min(estimates, 120),
+                cut_moves=60,
+                drafts=5,
+                unlike=1,
+                smaller=1,
+                split=1,
+                zero=2,
+                neighbours=8,
+                polished=1,
+            )
+        if num_operations * num_devices > VAST:
+            return Budget(
+                estimates=estimates,
+                cut_moves=40,
+                drafts=2,
+                unlike=1,
+                smaller=1,
+                split=1,
+                tensor=0,
+                zero=0,
+                neighbours=2,
+                polished=0,
+            )
+        return Budget(estimates=estimates, drafts=12)

@@ -1,0 +1,86 @@
+"""Drafts of a search whose devices split operations, or share what ranks hold alike (ZeRO)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from whale.search.candidate import MemoryChoice
+from whale.search.estimate import Estimator
+from whale.search.point import Estimate
+from whale.search.splits import split_candidates
+from whale.search.tensor_groups import GroupOutline, TensorGroups, tensor_groups
+
+if TYPE_CHECKING:
+    from whale.search.search import Search
+
+WORTH_A_GRID = 0.98
+"""a candidate with a grid is drafted where its estimate is at most this part of the best: such a
+draft takes longer than others
+"""
+
+
+def draft_split(search: Search) -> None:
+    """Heavy parameters split over groups of devices, everything else by samples."""
+    settings = search.settings
+    if not settings.may_split or search.measures[0].zero or not search.budget.split:
+        return
+    found = split_candidates(search.outline, settings, search.most_wide > 1)
+    for number, each in enumerate(found[: search.budget.split], start=1):
+        best = search.best
+        if best is not None and each.step_s > WORTH_A_GRID * best.score_s:
+            break
+        search.report("split operations", number, search.budget.split)
+        search.draft(each.candidate)
+
+
+def draft_tensor_groups(search: Search) -> None:
+    """Stages on groups of devices that split all their operations."""
+    settings = search.settings
+    if not settings.may_split or search.measures[0].zero or not search.budget.tensor:
+        return
+    if not _may_cut_all(search):
+        return
+    found: list[tuple[Estimate, TensorGroups]] = []
+    for groups in tensor_groups(search.problem.cluster):
+        outline = GroupOutline.of(search.outline, groups)
+        estimator = Estimator(outline, settings.recompute)
+        points = search.points(estimator=estimator)
+        estimates = search.estimated(points, estimator, search.budget.estimates // 8)
+        found += [(estimate, groups) for estimate in estimates[:1]]
+    found.sort(key=lambda each: each[0].step_s)
+    for number, (estimate, groups) in enumerate(found[: search.budget.tensor], start=1):
+        best = search.best
+        if best is not None and estimate.step_s > WORTH_A_GRID * best.score_s:
+            break
+        search.report("tensor parallelism", number, search.budget.tensor)
+        starts = search.outline.starts(estimate.cuts)
+        search.draft(groups.candidate(estimate, starts, settings, search.measures[0]))
+
+
+def _may_cut_all(search: Search) -> bool:
+    """Whether the optimizer gives the same on parts of parameters."""
+    return search.problem.updates_alone and not search.problem.updates_whole
+
+
+def draft_zero(search: Search) -> None:
+    """What ranks hold alike in parts, where memory is short: an alternative to recomputation and to
+    more stages.
+    """
+    further = search.measures[1:]
+    is_wanted = search.is_short or search.settings.zero_for_speed
+    most = search.budget.zero or int(search.best is None)
+    if not further or not is_wanted or not most:
+        return
+    found: list[tuple[Estimate, MemoryChoice]] = []
+    for memory in further:
+        estimator = search.estimator_of(memory)
+        points = (point for point in search.points(estimator=estimator) if point.shape.widest > 1)
+        estimates = search.estimated(points, estimator, search.budget.estimates // 8)
+        found += [(estimate, memory) for estimate in estimates[:2]]
+    found.sort(key=lambda each: each[0].step_s)
+    for number, (estimate, memory) in enumerate(found[:most], start=1):
+        best = search.best
+        if best is not None and estimate.step_s > best.score_s:
+            break
+        search.report("ZeRO", number, most)
+        search.draft(search.candidate_of(estimate, memory))
