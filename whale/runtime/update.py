@@ -114,7 +114,8 @@ class Updater:
         """None where the host waits for loss and norm, or where nothing depends on them"""
         self.loss_scale: LossScale | DeviceLossScale | None = None
         if config.needs_all_gradients is not None:
-            in_pieces = self.compressed is not None or self.offloaded is not None
+            # these go by parts or through owners, which one fused kernel does not know of
+            in_pieces = any((self.compressed, self.offloaded, self.whole))
             on_device = all(each.device.type == ranks.device.type for _, each in trainable)
             can = on_device and not in_pieces and can_mask(self.optimizer, config, ranks.device)
             if all(ranks.gather(can and not lowered.has_sparse_gradients)):  # all ranks alike
