@@ -95,13 +95,14 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("without", [0, 1], ids=["late", "gap"])
 @pytest.mark.parametrize("at_home", [False, True])
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=str)
 def test_optimizers_step_as_ever(
-    kind: Any, options: dict[str, Any], at_home: bool, tmp_path: Path
+    kind: Any, options: dict[str, Any], at_home: bool, without: int, tmp_path: Path
 ) -> None:
-    """Three steps with states at home, one parameter without a gradient in the second; then all
-    states, read from home.
+    """Three steps with states at home, one parameter without a gradient in the first or second;
+    then all states, read from home.
     """
     plain = model()
     other = copy.deepcopy(plain)
@@ -119,7 +120,7 @@ def test_optimizers_step_as_ever(
             torch.manual_seed(step)
             each.zero_grad()
             net(torch.randn(5, 6, dtype=torch.float64)).square().mean().backward()
-            if step == 1:
+            if step == without:
                 next(net.parameters()).grad = None
         usual.step()
         states.step()

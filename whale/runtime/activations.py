@@ -248,9 +248,9 @@ class Activations:
                 if place:
                     self._fetch(segments[place - 1])
                     return
-                following = self._segments.get(self._order.get(visit, visit))
-                if following:
-                    self._fetch(following[-1])
+                following = self._order.get(visit)
+                if following is not None and self._segments.get(following):
+                    self._fetch(self._segments[following][-1])
                 return
 
 

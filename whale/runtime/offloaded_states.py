@@ -131,7 +131,8 @@ class OffloadedStates:
             buffer = self._bring(number, residence)
             for state in before.states:
                 self._optimizer.state[state.parameter][state.key] = state.inside(buffer)
-        with fused(self._optimizer) if block.at_home else contextlib.nullcontext():
+        is_fused = block.at_home and not _begins_momentum(self._optimizer, block.parameters)
+        with fused(self._optimizer) if is_fused else contextlib.nullcontext():
             step_some(self._optimizer, {id(each) for each in block.parameters})
         after = self._layout(block)
         if before is not None and buffer is not None and _is_same(before, after):
@@ -258,6 +259,19 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for group in open_groups:
             group["fused"] = None
+
+
+def _begins_momentum(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> bool:
+    """Whether some of these get their first momentum in this step and others have one: torch's
+    fused SGD takes either all or none.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    known = set()
+    for parameter in parameters:
+        if parameter.grad is not None:
+            known.add(optimizer.state.get(parameter, {}).get("momentum_buffer") is not None)
+    return len(known) > 1
 
 
 def refuse(optimizer: torch.optim.Optimizer) -> None:
