@@ -243,6 +243,18 @@ def test_files_of_an_earlier_run_are_removed_unread(tmp_path: Path) -> None:
     assert not (tmp_path / SPILL).exists()
 
 
+def test_an_old_engine_does_not_remove_the_files_of_the_new_one(tmp_path: Path) -> None:
+    """As in a notebook: the engine of a cell that is run again is let go after the new one is made."""
+    old = SpillFolder(tmp_path, 0, 1)
+    old.map("states-0", 8)
+    new = SpillFolder(tmp_path, 0, 1)
+    new.map("states-0", 8)
+    old.close()
+    new.check("states-0", 8)
+    new.close()
+    assert not (tmp_path / SPILL).exists()
+
+
 @pytest.mark.parametrize("damage", ["torn", "gone"])
 @pytest.mark.parametrize("way", ["fetch", "store"])
 def test_a_file_that_is_not_what_it_was_is_named(damage: str, way: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whale.compat import has_step_hooks
 from whale.runtime.stage_updates import BY_PARAMETER, step_some
 
 BLOCK = 256
@@ -99,8 +100,10 @@ class CompressedStates:
         return total
 
     def step(self) -> None:
-        """One step, some parameters at a time where the optimizer treats each by itself."""
-        if type(self.optimizer) not in BY_PARAMETER:
+        """One step, some parameters at a time where the optimizer treats each by itself, and has no
+        hooks that would run several times.
+        """
+        if type(self.optimizer) not in BY_PARAMETER or has_step_hooks(self.optimizer):
             self.expand()
             self.optimizer.step()
             self.compress()

@@ -282,13 +282,13 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(
             f'"offload" of optimizer states updates some parameters at a time, and nothing says '
             f"that {name} treats each by itself. Try: one of {known}, or "
-            '"offload": {"optimizer": false}'
+            '"offload": {"optimizer": "device"}'
         )
     if has_step_hooks(optimizer):
         raise ValueError(
             f'"offload" of optimizer states calls {name}.step() several times in a step, so that '
             "its hooks would run several times. Try: no step hooks, or "
-            '"offload": {"optimizer": false}'
+            '"offload": {"optimizer": "device"}'
         )
 
 
@@ -312,6 +312,6 @@ def offloaded_states(job: Job, optimizer: torch.optim.Optimizer) -> OffloadedSta
         raise ValueError(
             f'"optimizer_state": "{job.config.optimizer_state}" and "offload" of optimizer states '
             'cannot both be set. Try: "optimizer_state": "fp32", or '
-            '"offload": {"optimizer": false}'
+            '"offload": {"optimizer": "device"}'
         )
     return OffloadedStates(optimizer, found, job.ranks.device)

@@ -106,6 +106,12 @@ class Updater:
         """brings states that live elsewhere, block by block; None: all are here"""
         if self.optimizer is not None:
             self.offloaded = offloaded_states(job, self.optimizer)
+        if self.offloaded is not None and whole is not None:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} looks at whole parameters, which `split` cuts: "
+                'their states stay with one owner on its device. Try: "offload": '
+                '{"optimizer": "device"}'
+            )
         self.whole = whole
         """updates parameters whole that a grid cuts; None: each holder updates its part"""
         self.trained: Collection[str] = ()
@@ -191,9 +197,11 @@ class Updater:
         elsewhere = self.compressed or self.offloaded
         if elsewhere is not None:
             elsewhere.expand()
-        yield
-        if elsewhere is not None:
-            elsewhere.collapse()
+        try:
+            yield
+        finally:
+            if elsewhere is not None:
+                elsewhere.collapse()
 
     def states_loaded(self) -> None:
         """The optimizer has got all its states from a checkpoint."""
