@@ -127,8 +127,13 @@ def too_many_bytes(problem: Problem, offload: Offload) -> str | None:
             sizes["weights"] += state.num_bytes
             sizes["gradients"] += state.trainable * state.num_bytes
     sizes["optimizer"] = problem.optimizer_ratio * sizes["gradients"]
-    here = sum(size for what, size in sizes.items() if getattr(offload, what) == "device")
-    if here <= sum(capacity):
+    held: dict[str, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
+    for what, size in sizes.items():
+        held[getattr(offload, what)] += size
+    cluster = problem.cluster
+    on_hosts = sum(cluster.memories_of(host).size("host") for host in cluster.hosts)
+    is_too_much = held["host"] > on_hosts and not offload.spills
+    if held["device"] <= sum(capacity) and not is_too_much:
         return None
     return (
         f"the model does not fit: its weights, gradients and optimizer state take "
