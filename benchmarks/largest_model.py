@@ -25,7 +25,14 @@ sys.path.insert(
 
 import whale as wh
 from benchmarks.side_by_side import Claim, report
-from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Cluster, Device, device_kind
+from whale.cluster.cluster import (
+    ETHERNET_50G,
+    PCIE_3_X16,
+    Cluster,
+    Device,
+    HostMemory,
+    device_kind,
+)
 from whale.cluster.kinds import GIGA, TERA, DeviceKind
 from whale.plans.shares import DoesNotFit
 
@@ -89,25 +96,34 @@ def cluster(kinds: tuple[DeviceKind, ...]) -> Cluster:
     return Cluster(devices, PCIE_3_X16, ETHERNET_50G)
 
 
-def plan(num_layers: int, kinds: tuple[DeviceKind, ...]) -> wh.Plan | None:
+HOST = HostMemory(256 * GIGA, 60 * GIGA, 12 * GIGA, 36 * GIGA)
+"""of the one host of the three: PCIe 3, a link for each"""
+
+
+def plan(
+    num_layers: int, kinds: tuple[DeviceKind, ...], offload: dict[str, str] | None = None
+) -> wh.Plan | None:
     """None where it does not fit."""
     with torch.device("meta"):
         model = Gpt(num_layers)
     ids = torch.zeros(SAMPLES, LENGTH, dtype=torch.long, device="meta")
-    config: dict[str, Any] = {"zero": 3}
+    config: dict[str, Any] = {"zero": 3, "offload": offload or False}
+    devices = cluster(kinds).with_memories(HOST)
     try:
-        return wh.plan(model, {"ids": ids, "labels": ids}, cluster=cluster(kinds), config=config)
+        return wh.plan(model, {"ids": ids, "labels": ids}, cluster=devices, config=config)
     except DoesNotFit:
         return None
 
 
-def largest(kinds: tuple[DeviceKind, ...], low: int, high: int) -> tuple[int, wh.Plan]:
+def largest(
+    kinds: tuple[DeviceKind, ...], low: int, high: int, offload: dict[str, str] | None = None
+) -> tuple[int, wh.Plan]:
     """(most layers that fit, their plan); `low` fits, `high` does not."""
-    best = plan(low, kinds)
+    best = plan(low, kinds, offload)
     assert best is not None, f"{low} layers should fit"
     while high - low > 1:
         middle = (low + high) // 2
-        made = plan(middle, kinds)
+        made = plan(middle, kinds, offload)
         if made is None:
             high = middle
         else:
@@ -127,6 +143,7 @@ def main() -> None:
     smallest = KINDS[memory.index(min(memory))]
     even, _ = largest((smallest,) * len(KINDS), 1, most)
     ours, made = largest(KINDS, even, most)
+    with_host, _ = largest(KINDS, ours, 2 * ours, {"optimizer": "host"})
     ratio = num_parameters(ours) / num_parameters(even)
     held = [
         sum(block.ends[i] - (block.ends[i - 1] if i else 0) for block in made.blocks)
@@ -136,6 +153,8 @@ def main() -> None:
         "kinds": [kind.name for kind in KINDS],
         "layers": {"by free memory": ours, "even parts": even},
         "parameters": {"by free memory": num_parameters(ours), "even parts": num_parameters(even)},
+        "layers with the optimizer on the host": with_host,
+        "parameters with the optimizer on the host": num_parameters(with_host),
         "elements held": held,
         "samples": [share for share in made.shares[0].runs[0]] if made.shares else [],
         "memory of all over 3 x the smallest": sum(memory) / (len(KINDS) * min(memory)),

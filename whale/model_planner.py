@@ -135,9 +135,9 @@ class ModelPlanner:
 
     def _updates_alone(self, prepared: CapturedModel) -> bool:
         """Whether the optimizer treats every parameter by itself, so that a search may put them on
-        different ranks.
+        different ranks, or block by block elsewhere.
         """
-        if self.optimizer is None or self.cluster.num_devices == 1:
+        if self.optimizer is None:
             return True
         try:
             refuse_if_it_looks_at_others(self.optimizer, _trained_names(prepared), "ZeRO")

@@ -195,6 +195,34 @@ def test_no_wait_before_the_update(server: ModelServer, row: Row) -> None:
         torch.testing.assert_close(ranks[0].weights[name], tensor, rtol=EXACT, atol=EXACT)
 
 
+def _adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=0.05)
+
+
+def _train_split(_: None, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights of a model whose products are cut over all ranks, under an optimizer that looks at
+    whole parameters: each has one owner that updates it.
+    """
+    wh.init({"check_replicas": 0, **config})
+    model = _model()
+    wh.annotate(model, {"": wh.split(2)})
+    engine = wh.parallelize(model, _batch(0), optimizer=_adafactor, loss=_loss)
+    for step in range(NUM_STEPS):
+        engine.step(_batch(step))
+    return engine.full_state_dict()
+
+
+def test_owners_update_whole_parameters(server: ModelServer) -> None:
+    """An update that is never left out went by one call of the optimizer, without its owners:
+    parameters kept their first values.
+    """
+    config = {"clip_grad_norm": 0.1, "on_nonfinite": "continue"}
+    reference = _train_locally(Row("owners", _adafactor, None, config))
+    state = server.run(_train_split, 2, config, backend=BACKEND)[0]
+    for name, tensor in reference.weights.items():
+        torch.testing.assert_close(state[name], tensor, rtol=EXACT, atol=EXACT)
+
+
 def _overflow(_: None, device: str) -> tuple[dict[str, Any], list[Any], dict[str, Tensor]]:
     """fp16: the second batch overflows. Gives the loss scale, the results and the weights."""
     wh.init({"precision": "fp16", "device": device, "check_replicas": 0})

@@ -80,7 +80,13 @@ def test_zero(tied: ModelServer, case: ZeroCase, level: int) -> None:
 # ---- offload
 
 OFFLOADED = [
-    pytest.param("DP 2", Placement(states="host"), id="states, host"),
+    pytest.param("DP 2", Placement("host", updated_on="host"), id="states, updated on host"),
+    pytest.param(
+        "DP 2, gpipe", Placement("host", updated_on="device"), id="states, streamed", marks=SLOW
+    ),
+    pytest.param(
+        "DP 2, gpipe", Placement("host", gradients="host"), id="states, gradients", marks=SLOW
+    ),
     pytest.param("DP 2, gpipe", Placement(activations="host"), id="activations, host"),
     pytest.param("DP 2, uneven", Placement(states="disk"), id="states, disk", marks=SLOW),
     pytest.param("2 stages", Placement(activations="disk"), id="activations, disk", marks=SLOW),

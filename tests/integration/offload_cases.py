@@ -58,6 +58,9 @@ class Placement:
     activations: Memory = "device"
     mixed: int | None = None
     """start of random numbers by which some blocks stay on the device; None: none do"""
+    gradients: Memory = "device"
+    updated_on: str | None = None
+    """where blocks are updated whose states are elsewhere; None: as the planner says"""
 
     @property
     def config(self) -> dict[str, str]:
@@ -66,26 +69,34 @@ class Placement:
             "optimizer": self.states,
             "weights": self.weights,
             "activations": self.activations,
+            "gradients": self.gradients,
         }
 
     def __str__(self) -> str:
         asked = self.config.items()
-        return ", ".join(f"{key} {value}" for key, value in asked if value != "device")
+        words = [f"{key} {value}" for key, value in asked if value != "device"]
+        return ", ".join(words + [f"updated on {self.updated_on}"] * bool(self.updated_on))
 
 
 def offloading_engine(
     subject: Subject, case: OffloadCase, optimizer: Any, level: int, placement: Placement
 ) -> Engine:
     """The engine of one rank. Files go to the run folder of `case.config`."""
-    if placement.mixed is None:
+    if placement.mixed is None and placement.updated_on is None:
         return engine_of(subject, case, optimizer, level, offload=placement.config)
     plan = plan_of(subject, case, level, offload=placement.config)
     draws = random.Random(placement.mixed)
     blocks = []
     for block in plan.blocks:
-        states = draws.choice(("device", block.states))
-        weights = draws.choice(("device", block.weights))
-        blocks.append(replace(block, states=states, weights=weights))
+        states = block.states
+        weights = block.weights
+        if placement.mixed is not None:
+            states = draws.choice(("device", states))
+            weights = draws.choice(("device", weights))
+        updated_on = placement.updated_on or block.updated_on
+        if states == "device":
+            updated_on = "device"
+        blocks.append(replace(block, states=states, weights=weights, updated_on=updated_on))
     return wh.parallelize(
         subject.model,
         batches(subject.case, False, 1)[0],

@@ -41,8 +41,12 @@ def tied() -> Iterator[tuple[ModelServer, dict[object, Trace]]]:
 @pytest.mark.parametrize(
     ("way", "level", "placement"),
     [
-        ("one rank", 0, Placement(states="host")),
+        ("one rank", 0, Placement(states="host", updated_on="device")),
         ("DP 2", 0, Placement(states="disk")),
+        pytest.param(
+            "DP 2", 0, Placement(states="disk", updated_on="device"), marks=pytest.mark.slow
+        ),
+        pytest.param("DP 2", 0, Placement(states="host", gradients="disk"), marks=pytest.mark.slow),
         pytest.param("DP 2, uneven", 2, Placement(states="disk"), marks=pytest.mark.slow),
         pytest.param("DP 2, gpipe", 0, Placement(activations="host"), marks=pytest.mark.slow),
         ("2 stages", 0, Placement(activations="disk")),

@@ -95,13 +95,14 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("without", [0, 1], ids=["late", "gap"])
 @pytest.mark.parametrize("at_home", [False, True])
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=str)
 def test_optimizers_step_as_ever(
-    kind: Any, options: dict[str, Any], at_home: bool, tmp_path: Path
+    kind: Any, options: dict[str, Any], at_home: bool, without: int, tmp_path: Path
 ) -> None:
-    """Three steps with states at home, one parameter without a gradient in the second; then all
-    states, read from home.
+    """Three steps with states at home, one parameter without a gradient in the first or second;
+    then all states, read from home.
     """
     plain = model()
     other = copy.deepcopy(plain)
@@ -119,7 +120,7 @@ def test_optimizers_step_as_ever(
             torch.manual_seed(step)
             each.zero_grad()
             net(torch.randn(5, 6, dtype=torch.float64)).square().mean().backward()
-            if step == 1:
+            if step == without:
                 next(net.parameters()).grad = None
         usual.step()
         states.step()
@@ -239,6 +240,18 @@ def test_files_of_an_earlier_run_are_removed_unread(tmp_path: Path) -> None:
     other = SpillFolder(tmp_path, 1, 2)
     folder.close()
     other.close()
+    assert not (tmp_path / SPILL).exists()
+
+
+def test_an_old_engine_does_not_remove_the_files_of_the_new_one(tmp_path: Path) -> None:
+    """As in a notebook: the engine of a cell that is run again is let go after the new one is made."""
+    old = SpillFolder(tmp_path, 0, 1)
+    old.map("states-0", 8)
+    new = SpillFolder(tmp_path, 0, 1)
+    new.map("states-0", 8)
+    old.close()
+    new.check("states-0", 8)
+    new.close()
     assert not (tmp_path / SPILL).exists()
 
 

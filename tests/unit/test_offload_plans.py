@@ -17,7 +17,10 @@ from whale.cluster.cluster import Cluster, Disk, HostMemory
 from whale.cluster.file import dumps, loads
 from whale.cluster.kinds import GIGA
 from whale.plans.check import contradiction
+from whale.plans.moves import residence_problem, weight_uses
 from whale.plans.plan import Plan
+from whale.plans.shares import DoesNotFit
+from whale.scheduling.residence import MoveKind, ResidenceError, check_moves, moves_of
 
 WIDTH = 64
 HOST = HostMemory(64 * GIGA, 100 * GIGA, 12 * GIGA, 48 * GIGA)
@@ -102,6 +105,237 @@ def test_a_grid_cuts_its_blocks_itself() -> None:
     made = plan(4, model, offload={"weights": "host"})
     assert made.blocks and not any(block.ends for block in made.blocks)
     assert contradiction(made) is None
+
+
+# ---- the account
+
+
+def test_optimizer_states_leave_the_device() -> None:
+    """4 layers of 64 x 64 + 64 float32: 66,560 bytes; Adam's states are twice that."""
+    trained = 4 * (WIDTH * WIDTH + WIDTH) * 4
+    made = plan(offload={"optimizer": "host"})
+    whole = plan()
+    assert whole.memory[0].optimizer_bytes == 2 * trained
+    assert made.memory[0].optimizer_bytes == 0
+    away = wh.simulate(made).devices[0].away
+    assert away is not None
+    held = {(each.what, each.memory): each.num_bytes for each in away.held}
+    assert held["optimizer state", "host"] == 2 * trained
+    moved = {each.what: (each.in_bytes, each.out_bytes) for each in away.traffic}
+    if away.updated_on == "host":
+        assert held["weights", "host"] == trained
+        assert moved == {"weights": (trained, 0), "gradients": (0, trained)}
+    else:
+        assert moved == {"optimizer state": (2 * trained, 2 * trained)}
+
+
+def test_the_shorter_update_is_taken() -> None:
+    """A host with a slow memory streams states through the device; one with a fast memory and slow
+    links updates there: it moves a gradient out and a weight in, not two states each way.
+    """
+    sample = {"x": torch.zeros(8, WIDTH)}
+    where = []
+    for memory_rate, link_rate in ((1, 100), (1000, 1)):
+        memory = HostMemory(64 * GIGA, memory_rate * GIGA, link_rate * GIGA)
+        devices = Cluster.uniform(1, "V100-16GB").with_memories(memory)
+        config = {"offload": {"optimizer": "host"}}
+        made = wh.plan(Net(), sample, cluster=devices, config=config)
+        where.append({block.updated_on for block in made.blocks})
+    assert where == [{"device"}, {"host"}]
+
+
+def test_what_torch_has_beside_weights_goes_with_them() -> None:
+    """On accelerators gradients and states are where the parameter is: nothing of an update moves."""
+    made = plan(offload={"weights": "host"}, num_micro_batch=2)
+    homes = {(each.weights, each.gradients, each.states) for each in made.blocks}
+    assert homes == {("host", "host", "host")}
+    assert {block.updated_on for block in made.blocks} == {"host"}
+    trained = 4 * (WIDTH * WIDTH + WIDTH) * 4
+    away = wh.simulate(made).devices[0].away
+    assert away is not None
+    moved = {each.what: (each.in_bytes, each.out_bytes) for each in away.traffic}
+    assert moved == {"weights": (4 * trained, 0), "gradients": (0, 2 * trained)}
+    assert (away.update.in_s, away.update.out_s) == (0, 0) and away.update.work_s > 0
+
+
+def test_cpu_ranks_update_states_where_they_lie() -> None:
+    devices = Cluster.uniform(2, "CPU").with_memories(HOST, DISK)
+    config = {"strategy": "data", "offload": {"optimizer": "host"}}
+    sample = {"x": torch.zeros(8, WIDTH)}
+    made = wh.plan(Net(), sample, cluster=devices, config=config)
+    assert {block.updated_on for block in made.blocks} == {"host"}
+    away = wh.simulate(made).devices[0].away
+    assert away is not None and not away.traffic and not away.pool_bytes
+    assert {each.what for each in away.held} == {"optimizer state"}
+
+
+def test_gradients_alone_do_not_leave_an_accelerator() -> None:
+    with pytest.raises(ValueError, match=r"gradients at home elsewhere are for weights or"):
+        plan(offload={"gradients": "host"})
+    made = plan(offload={"gradients": "host", "optimizer": "host"})
+    assert {(each.weights, each.updated_on) for each in made.blocks} == {("device", "host")}
+
+
+# ---- activations
+
+
+class Wide(nn.Module):
+    """Layers that save a tensor of 8 MB for each of 8 samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def wide(memory: HostMemory, **config: Any) -> Plan:
+    sample = {"x": torch.zeros(8, 2**15, WIDTH)}
+    devices = Cluster.uniform(1, "V100-16GB").with_memories(memory)
+    settings = {"offload": {"activations": "host"}, **config}
+    return wh.plan(Wide(), sample, cluster=devices, config=settings)
+
+
+def test_three_segments_of_activations_are_on_the_device() -> None:
+    """A sample saves 24 tensors of 8 MiB (the batch itself stays): 1,536 MiB of 8 samples go out. A
+    segment ends with the tensor that fills it, of 64 MiB.
+    """
+    mib = 2**20
+    here = wide(HOST, offload=False)
+    away = wide(HOST)
+    held = wh.simulate(away).devices[0].away
+    assert held is not None
+    assert held.in_memory("host") == 24 * 64 * mib
+    assert held.forward[0].num_pieces == 1536 // (64 + 32)
+    segments = 3 * (64 + 32) * mib
+    freed = [wh.simulate(each).devices[0].peak_bytes["activations"] for each in (here, away)]
+    inside = 0.02 * (24 - 3) * 64 * mib
+    assert freed[0] - freed[1] == pytest.approx(24 * 64 * mib - segments + inside, rel=1e-6)
+
+
+def test_a_host_that_is_too_small_for_all_of_them_makes_some_recomputed() -> None:
+    small = HostMemory(10**9, 100 * GIGA, 12 * GIGA)
+    made = wide(small)
+    stage = made.stages[0]
+    assert 0 < stage.num_recomputed < stage.num_regions
+    away = wh.simulate(made).devices[0].away
+    assert away is not None and 0 < away.in_memory("host") <= 10**9
+
+
+def test_ranks_of_a_host_share_its_link() -> None:
+    """Two links for eight devices: each gets a quarter of one."""
+    assert HOST.bytes_per_s(8) == 6 * GIGA
+    one = wh.simulate(plan(offload={"weights": "host", "optimizer": "host"}))
+    assert one.devices[0].away is not None
+    weights = 4 * (WIDTH * WIDTH + WIDTH) * 4
+    transfers = one.devices[0].away.forward[0]
+    assert transfers.fixed_in_s == pytest.approx(weights / (12 * GIGA))
+
+
+def test_a_host_that_is_too_small_is_refused_with_its_numbers() -> None:
+    small = HostMemory(100_000, 100 * GIGA, 12 * GIGA)
+    devices = Cluster.uniform(1, "V100-16GB").with_memories(small)
+    sample = {"x": torch.zeros(8, WIDTH)}
+    with pytest.raises(ValueError, match=r"memory of host0 is too small.*of 100 KB"):
+        config = {"offload": {"optimizer": "host"}}
+        wh.plan(Net(), sample, cluster=devices, config=config)
+
+
+def test_offload_without_a_host_memory_is_refused() -> None:
+    devices = Cluster.uniform(1, "V100-16GB")
+    sample = {"x": torch.zeros(8, WIDTH)}
+    with pytest.raises(ValueError, match="the cluster says nothing"):
+        config = {"offload": {"optimizer": "host"}}
+        wh.plan(Net(), sample, cluster=devices, config=config)
+
+
+# ---- auto
+
+
+def big(memory_gb: float, **config: Any) -> Plan:
+    """A perceptron of 10 MB of weights on two devices with so much memory."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(10)))
+    return wh.plan(
+        model,
+        (torch.zeros(8, 512),),
+        loss=lambda output, batch: output.square().mean(),
+        cluster=cluster(2, memory_gb),
+        config={"strategy": "data", **config},
+    )
+
+
+def test_auto_leaves_what_fits_as_it_is() -> None:
+    made = big(16.0)
+    assert made.zero == 0 and not made.blocks and made.figures is not None
+    assert not made.figures.away
+
+
+def test_auto_moves_what_does_not_fit() -> None:
+    """42 MB of weights, gradients and states, and 10 of buckets, on 24 MB."""
+    made = big(0.024)
+    decision = next(each for each in made.decisions if each.what == "memory")
+    assert "nothing fits on the devices alone" in decision.why
+    timeline = wh.simulate(made)
+    for device in timeline.devices:
+        assert device.peak_total_bytes <= device.memory_bytes
+
+
+def test_offload_false_moves_nothing() -> None:
+    with pytest.raises(DoesNotFit):
+        big(0.004, offload=False)
+
+
+def test_even_disks_may_be_too_small() -> None:
+    with pytest.raises(DoesNotFit, match="Not even with memories beside the devices"):
+        big(0.0002)
+
+
+# ---- moves
+
+
+def uses_of_layers(number: int) -> list[Any]:
+    """Forward and backward through so many blocks."""
+    return [*range(number), *reversed(range(number))]
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_moves_of_blocks_hold(is_written: bool) -> None:
+    uses = uses_of_layers(6)
+    slot_of = {block: block % 3 for block in uses}
+    check_moves(uses, moves_of(uses, slot_of), slot_of, is_written=is_written)
+
+
+def test_mutated_moves_are_refused() -> None:
+    """A fetch that is left out, comes late or too early, and a store that is left out or comes
+    early: each is found.
+    """
+    uses = uses_of_layers(5)
+    slot_of = {block: block % 2 for block in uses}
+    moves = moves_of(uses, slot_of)
+    check_moves(uses, moves, slot_of)
+    for number, move in enumerate(moves):
+        wrong = [moves[:number] + moves[number + 1 :]]
+        shifts = (2, -2) if move.kind is MoveKind.FETCH else (-1,)
+        for shift in shifts:
+            place = move.place + shift
+            if 0 <= place < len(uses):
+                wrong.append([*moves[:number], replace(move, place=place), *moves[number + 1 :]])
+        for each in wrong:
+            with pytest.raises(ResidenceError):
+                check_moves(uses, each, slot_of)
+
+
+def test_weights_of_a_plan_are_proved() -> None:
+    made = plan(2, offload={"weights": "host"}, num_micro_batch=4)
+    uses, slot_of = weight_uses(made, 0)
+    assert len(uses) == 4 * 2 * len(made.blocks)
+    assert residence_problem(made) is None
+    one_slot = dict.fromkeys(slot_of, 0)
+    with pytest.raises(ResidenceError):
+        check_moves(uses, moves_of(uses, slot_of), one_slot)
 
 
 # ---- config and cluster file

@@ -133,6 +133,11 @@ class Cluster:
         """All devices are alike."""
         return len({device.kind for device in self.devices}) == 1
 
+    @property
+    def has_accelerators_only(self) -> bool:
+        """No device is a CPU, whose memory is that of its host."""
+        return not any(device.kind.is_cpu for device in self.devices)
+
     def first(self, num_devices: int) -> Cluster:
         """The first devices only: for planning and emulation, where no rank runs on a host of the
         file.

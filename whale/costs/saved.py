@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -52,6 +53,15 @@ class Saved:
 
         `regions`: a region that is recomputed saves what enters it, and nothing else.
         """
+        return self.bytes_of(self.storages_of(operations, crossing, regions))
+
+    def storages_of(
+        self,
+        operations: Iterable[Node],
+        crossing: Iterable[Node] = (),
+        regions: Mapping[Node, Hashable] | None = None,
+    ) -> set[int]:
+        """The storages of `total`, as places in `storages`."""
         regions = regions or {}
         found: set[int] = set()
         for node in operations:
@@ -64,7 +74,13 @@ class Saved:
                     found |= self.result_of_node.get(source, frozenset())
         for node in crossing:
             found |= self.result_of_node.get(node, frozenset())
-        return self._bytes(found)
+        return found
+
+    def largest(self, parts: Mapping[int, float], number: int) -> Bytes:
+        """Size of so many of the largest of these storages, of each of which this part counts."""
+        per_sample = [part * self.storages[i].sample_bytes for i, part in parts.items()]
+        fixed = [part * self.storages[i].fixed_bytes for i, part in parts.items()]
+        return Bytes(sum(nlargest(number, per_sample)), sum(nlargest(number, fixed)))
 
     def largest_region(self, regions: Mapping[Node, Hashable]) -> Bytes:
         """What the region with most activations saves while it is recomputed."""
@@ -72,16 +88,17 @@ class Saved:
         for node, region in regions.items():
             found.setdefault(region, set()).update(self.of_node.get(node, frozenset()))
         return max(
-            map(self._bytes, found.values()),
+            map(self.bytes_of, found.values()),
             key=lambda size: size.sample_bytes,
             default=NOTHING,
         )
 
     def results(self, nodes: Iterable[Node]) -> Bytes:
         """Size of the storages that hold these values."""
-        return self._bytes({i for node in nodes for i in self.result_of_node.get(node, ())})
+        return self.bytes_of({i for node in nodes for i in self.result_of_node.get(node, ())})
 
-    def _bytes(self, found: Iterable[int]) -> Bytes:
+    def bytes_of(self, found: Iterable[int]) -> Bytes:
+        """Size of these storages."""
         return total(self.storages[i] for i in found)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from whale.compat import abort_process_groups
@@ -105,6 +106,8 @@ class Ranks:
         # comes first and says which rank stood where
         longer = datetime.timedelta() if backend.has_tags else LATER_THAN_THE_WATCH
         timeout = self.timeout + longer
+        if not backend.has_tags:
+            self.device.synchronise()  # a group is split off that of all ranks, which must be idle
         return dist.new_group(members, timeout=timeout, backend=backend.name, sort_ranks=False)
 
     def group(self, ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup | None:
@@ -116,8 +119,21 @@ class Ranks:
         key = (tuple(ranks), purpose)
         if key not in self._groups:
             whole_world = not purpose and key[0] == tuple(range(self.num_ranks))
-            self._groups[key] = self.world if whole_world else self.new_group(key[0])
+            self._groups[key] = self.world if whole_world else self._connected(key[0])
         return self._groups[key]
+
+    def _connected(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """A new group whose members have met.
+
+        Without tags, ranks connect at the first collective of a group and block their hosts until
+        all have called it. That happens here, in an order that is the same on all ranks: inside a
+        step one rank could wait for another whose launches are stuck behind a message of the first.
+        """
+        group = self.new_group(members)
+        if self.rank in members and not self.backend_among(members).has_tags:
+            dist.all_reduce(torch.zeros(1, device=self.device.name), group=group)
+            self.device.synchronise()
+        return group
 
     @cached_property
     def generators(self) -> list[str]:

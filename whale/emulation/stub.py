@@ -322,7 +322,9 @@ def _small_template(
         tensors={name: Holding(tuple(sorted(stages))) for name, stages in holders.items()},
         boxes=(),
         shardings=(),
-        stages=tuple(replace(stage, recomputed=()) for stage in template.stages),
+        stages=tuple(
+            replace(stage, recomputed=(), activations="device") for stage in template.stages
+        ),
         loss_terms=tuple(LossTerm(stage_of[node], "stands for a loss") for node in prepared.terms),
     )
 

@@ -81,18 +81,17 @@ def need(residence: Bringer, blocks: Blocks) -> None:
 
 def need_in_backward(residence: Bringer, blocks: Blocks, result: Any) -> None:
     """Before the backward of the operation that gave this result, its blocks are brought again."""
-    first = result if isinstance(result, Tensor) else next(_tensors(result), None)
-    if first is None or first.grad_fn is None:
-        return
 
     def bring(gradients: Any) -> None:
         residence.need(*blocks)
 
-    first.grad_fn.register_prehook(bring)
-
-
-def _tensors(result: Any) -> Any:
-    return (each for each in result if isinstance(each, Tensor) and each.grad_fn is not None)
+    # one of several results may be all that the loss uses: the state of an LSTM, not its outputs
+    nodes: list[Any] = []
+    for each in (result,) if isinstance(result, Tensor) else result:
+        node = each.grad_fn if isinstance(each, Tensor) else None
+        if node is not None and node not in nodes:
+            nodes.append(node)
+            node.register_prehook(bring)
 
 
 def readers_of(
@@ -109,7 +108,7 @@ def readers_of(
         behind[node] = () if block is None else (block,)
     found: dict[Node, Blocks] = {}
     for node in operations:
-        sources = [each for each in node.all_input_nodes if isinstance(_value(each), Tensor)]
+        sources = _tensor_sources(node)
         blocks: dict[int, None] = {}
         for source in sources:
             blocks.update(dict.fromkeys(behind.get(source, ())))
@@ -133,15 +132,22 @@ def from_weights_alone(node: Node, readers: Readers | None, state: Iterable[Node
         if each in own or each in seen:
             continue
         seen.add(each)
-        sources = [one for one in each.all_input_nodes if isinstance(_value(one), Tensor)]
+        sources = _tensor_sources(each)
         if each.op != "call_function" or not sources:
             return False
         waiting.extend(sources)
     return True
 
 
-def _value(node: Node) -> Any:
-    return node.meta.get("val")
+def _tensor_sources(node: Node) -> list[Node]:
+    """Inputs of an operation that are tensors, or lists of them (`chunk`, `unbind`)."""
+    found = []
+    for source in node.all_input_nodes:
+        value = source.meta.get("val")
+        parts = value if isinstance(value, (list, tuple)) else (value,)
+        if any(isinstance(part, Tensor) for part in parts):
+            found.append(source)
+    return found
 
 
 def _check_slots(node: Node, blocks: Blocks, weights: BlockWeights) -> None:
@@ -152,7 +158,8 @@ def _check_slots(node: Node, blocks: Blocks, weights: BlockWeights) -> None:
         ]
         raise ValueError(
             f"`{node.name}` reads parameters of several layers at once ({', '.join(names)}), which "
-            'under "zero": 3 are not here at the same time. Try: "zero": 2'
+            'under "zero": 3 or with weights that live elsewhere are not here at the same time. '
+            'Try: "zero": 2, and no "weights" in "offload"'
         )
 
 

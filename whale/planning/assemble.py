@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -18,7 +17,8 @@ from whale.operations.nodes import trains_batch_norm
 from whale.planning.balance import explain_shares
 from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions
 from whale.planning.drafts import Draft
-from whale.planning.offload import Offload
+from whale.planning.offload_account import Homes, StepLoad, with_homes
+from whale.planning.offload_text import offload_decisions
 from whale.planning.pricing import figures_of
 from whale.planning.problem import Problem, layer_times_decision, precision_decision
 from whale.planning.recompute import Regions
@@ -28,6 +28,7 @@ from whale.planning.stages import RECOMPUTED
 from whale.planning.workload import Workload
 from whale.planning.zero import with_zero_figures, zero_decision
 from whale.planning.zero_blocks import blocks_of, grid_blocks
+from whale.plans.blocks import Block
 from whale.plans.figures import Figures
 from whale.plans.plan import (
     PLAN_FORMAT,
@@ -74,22 +75,72 @@ def assemble(problem: Problem, workload: Workload, draft: Draft, model: str) -> 
             *draft.split.notes(),
         ),
         least_samples=draft.device_loads.least,
-        **_blocks(Offload.of(config), draft),
     )
     notes = (*plan.notes, *_narrow_sum_notes(problem.captured, plan))
-    return with_samples(replace(plan, notes=notes, figures=_figures(problem, workload, draft)))
+    plan = replace(plan, notes=notes, figures=_figures(problem, workload, draft))
+    return with_samples(_with_homes(problem, draft, plan))
 
 
-def _blocks(offload: Offload, draft: Draft) -> dict[str, Any]:
-    """The fields `zero` and `blocks` of the plan."""
+def _with_homes(problem: Problem, draft: Draft, plan: Plan) -> Plan:
+    """The plan with its blocks, its figures, and where everything is at home."""
+    account = draft.account
     sharing = draft.zero.sharing
-    found = list(grid_blocks(sharing, draft.split.cut_names)) if offload.has_blocks else []
+    is_away = account.offload.is_any
+    blocks: list[Block] = []
     level = 0
+    if account.offload.has_blocks:
+        blocks += grid_blocks(sharing, draft.split.cut_names)
     if draft.zero.level and draft.zero.groups:
         cut = blocks_of(sharing, draft.device_loads.fractions)
         level = draft.zero.level if cut else 0
-        found += cut
-    return {"zero": level, "blocks": tuple(map(offload.block, found))} if found else {}
+        blocks += cut
+    if not is_away:
+        return replace(plan, zero=level, blocks=tuple(blocks))
+    step = StepLoad(
+        problem.config.num_micro_batch,
+        scheduling.peaks_in_flight(draft.schedule),
+        draft.device_loads.samples_by_rank(problem.largest_micro_batch),
+        draft.activations,
+    )
+    assert plan.figures is not None
+    activations = account.activation_bytes(step.activations, step.in_flight, step.shares)
+    homes = account.homes(draft.device_loads, activations)
+    template = replace(
+        plan.template,
+        stages=tuple(replace(stage, activations=homes.activations) for stage in plan.stages),
+    )
+    placed = with_homes(blocks, account, homes)
+    return replace(
+        plan,
+        zero=level,
+        notes=(*plan.notes, *_grid_notes(placed)),
+        blocks=tuple(placed),
+        templates=(template,),
+        folders=_folders(problem, homes),
+        figures=account.figures(plan.figures, draft.device_loads, step),
+    )
+
+
+def _grid_notes(blocks: Sequence[Block]) -> list[str]:
+    """A note on weights at home elsewhere that a grid cuts: such a plan can only be looked at."""
+    found = [block for block in blocks if not block.ends and block.weights != "device"]
+    if not found:
+        return []
+    return [
+        f"weights of {count(len(found), 'block')} that `split` cuts (first: "
+        f"{found[0].parameters[0]}) are at home elsewhere: this can be planned and simulated, and "
+        "is refused where it would run"
+    ]
+
+
+def _folders(problem: Problem, homes: Homes) -> dict[str, str]:
+    """Where files of each host go, as far as the cluster file says so."""
+    found = {}
+    for host in problem.cluster.hosts:
+        disk = problem.cluster.memories_of(host).disk
+        if disk is not None and disk.folder is not None and homes.used.get((host, "disk")):
+            found[host] = disk.folder
+    return found
 
 
 def _as_stored(recompute: bool | str | list[str]) -> bool | str | tuple[str, ...]:
@@ -124,7 +175,7 @@ def _template(problem: Problem, draft: Draft) -> ReplicaTemplate:
     terms = zip(captured.output.all_input_nodes, problem.term_texts, strict=True)
     return ReplicaTemplate(
         grids=tuple(device.grid for device in draft.placement.virtual_devices),
-        stages=Offload.of(problem.config).stages(stages),
+        stages=tuple(stages),
         stage_of_operation=tuple(assignment.stage_of.get(node, RECOMPUTED) for node in place_of),
         crossings=draft.crossings,
         tensors={
@@ -161,6 +212,7 @@ def _decisions(problem: Problem, draft: Draft) -> tuple[Decision, ...]:
         *_balance_decisions(problem, draft),
         *_recompute_decisions(problem, draft),
         *_zero_decisions(draft),
+        *offload_decisions(draft.account, draft.device_loads, draft.loads_without_zero),
         *tie_decisions(problem.captured, draft.assignment),
         *filter(None, [precision_decision(problem), layer_times_decision(problem)]),
         Decision("schedule", draft.schedule.name, why_schedule),

@@ -95,6 +95,8 @@ class DeviceLoads:
     """bytes of the mini-batch itself, for each of its samples, on every device"""
     fractions: Mapping[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)
     """under ZeRO: ranks of a group -> the part of its blocks that each holds"""
+    shortage: str | None = None
+    """which memory beside those of the devices is too small, with its numbers"""
 
     def with_smaller_batch(self, num_samples: int) -> DeviceLoads:
         """The same devices with a mini-batch of so many samples less."""
@@ -123,7 +125,7 @@ class DeviceLoads:
         return self.divide(size).by_rank(self.virtual_devices)
 
     def fits(self, batch_size: int, num_micro_batch: int) -> bool:
-        if any(memory.most_samples() < 0 for memory in self.memory):
+        if self.shortage or any(memory.most_samples() < 0 for memory in self.memory):
             return False
         try:
             self.divide(max(micro_batch_sizes(batch_size, num_micro_batch)))
@@ -148,6 +150,8 @@ def refuse_unless_it_fits(
     `recompute_fits()`: whether it would fit if activations were recomputed in backward, which the
     config forbids. `but`: what was done already to make it fit.
     """
+    if devices.shortage is not None:
+        raise NotEnoughMemory(devices.shortage, is_over_full=True)
     full = [rank for rank, memory in enumerate(devices.memory) if memory.most_samples() < 0]
     if full:
         rank = max(
@@ -194,8 +198,8 @@ def _missing(devices: DeviceLoads) -> str:
     return (
         f"{human_bytes(max(short))} are missing there, {human_bytes(sum(short))} on {ranks} "
         "together: so much of weights, gradients and "
-        "optimizer state would have to lie in the memory of the hosts (offloading, which Whale "
-        "does not do yet)"
+        'optimizer state would have to be at home elsewhere ("zero", or "offload" with memories '
+        "of the hosts in the cluster file)"
     )
 
 

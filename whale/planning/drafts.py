@@ -24,6 +24,7 @@ from whale.planning.arrangement import Arrangement
 from whale.planning.balance import DeviceLoads, Order
 from whale.planning.chunks import ChunkCuts, chunk_counts
 from whale.planning.grids import GridProblem, with_grids
+from whale.planning.offload_account import OffloadAccount
 from whale.planning.pipeline_cuts import PipelineCuts
 from whale.planning.priced_cut import Priced, PricedCut
 from whale.planning.problem import Problem, check_loss_and_buffers
@@ -41,6 +42,7 @@ from whale.planning.stages import (
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.workload import Workload
 from whale.planning.zero import ZeroChoice
+from whale.plans.away import StageActivations
 from whale.plans.plan import Crossing, Stage
 from whale.plans.shares import DoesNotFit, check_batch, those_that_fit
 from whale.plans.virtual_devices import DevicePlacement, place
@@ -73,12 +75,16 @@ class Draft:
     """what ranks share that would hold the same parameters"""
     loads_without_zero: DeviceLoads
     """what it would be if they did not"""
+    account: OffloadAccount
+    """what is at home elsewhere"""
     lost_s: float
     """how much longer the slowest device takes because memory keeps samples from faster ones"""
     is_short_of_memory: bool
     """with more of it the step would be shorter"""
     regions: tuple[Regions, ...] = ()
     """of every stage: what is recomputed in backward"""
+    activations: tuple[StageActivations, ...] = ()
+    """of every stage: what it saves; empty where that stays on the device"""
     why_chunks: str = ""
 
     @cached_property
@@ -241,6 +247,8 @@ class OrderDrafts:
                 problem, self.workload, cut.task_graphs, split, assignment, tuple(device_of_stage)
             )
         )
+        choice = tuple((stage.num_regions, stage.num_recomputed) for stage in best.stages)
+        is_away = priced_cut.offload.activations != "device"
         return Draft(
             order=self.order,
             task_graphs=cut.task_graphs,
@@ -256,9 +264,11 @@ class OrderDrafts:
             loads_without_recompute=plain.device_loads,
             zero=priced_cut.zero,
             loads_without_zero=priced_cut.whole_loads(best),
+            account=priced_cut.account,
             lost_s=priced_cut.lost_seconds(best),
             is_short_of_memory=priced_cut.is_short(plain),
             regions=priced_cut.regions(best.stages),
+            activations=tuple(priced_cut.activations(choice)) if is_away else (),
         )
 
     def _assign(self, cut: Cut) -> tuple[Assignment, list[int]]:

@@ -146,7 +146,7 @@ def joined_figures(
         memory_bytes=tuple(device.kind.memory_bytes for device in cluster.devices),
         optimizer_ratio=optimizer_ratio,
         batch_bytes=max(figures.batch_bytes for figures in known),
-        overlaps=not any(device.kind.is_cpu for device in cluster.devices),
+        overlaps=cluster.has_accelerators_only,
         update_work=work,
     )
 

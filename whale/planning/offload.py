@@ -8,13 +8,11 @@ shares with nobody has blocks of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from whale.config import Config
-from whale.plans.blocks import GRADIENTS_TOO, STATES, WEIGHTS_TOO, Block, Memory
-from whale.plans.replica import Stage
+from whale.plans.blocks import GRADIENTS_TOO, STATES, WEIGHTS_TOO, Memory
 
 
 @dataclass(frozen=True)
@@ -25,13 +23,27 @@ class Offload:
     weights: Memory = "device"
     gradients: Memory = "device"
     activations: Memory = "device"
+    spills: bool = False
+    """what the memory of a host does not hold goes to its disk, block by block"""
 
     @staticmethod
     def of(config: Config) -> Offload:
         """What the config asks for; `auto` asks for nothing."""
         if not isinstance(config.offload, dict):
             return Offload()
-        return Offload(**cast("dict[str, Memory]", config.offload))
+        return Offload(**cast("dict[str, Any]", config.offload))
+
+    def as_run(self, on_accelerators: bool) -> Offload:
+        """What the runtime makes of it. On accelerators torch has gradients and optimizer states
+        where their parameter is: those of weights that are at home elsewhere are on the host.
+        """
+        if not on_accelerators or self.weights == "device":
+            return self
+        return replace(
+            self,
+            gradients="host" if self.gradients == "device" else self.gradients,
+            optimizer="host" if self.optimizer == "device" else self.optimizer,
+        )
 
     @property
     def level(self) -> int:
@@ -43,14 +55,16 @@ class Offload:
         return STATES if self.optimizer != "device" else 0
 
     @property
+    def is_any(self) -> bool:
+        return self.level > 0 or self.activations != "device"
+
+    @property
+    def memories(self) -> set[Memory]:
+        """Memories that it takes, those of the devices apart."""
+        found = {self.optimizer, self.weights, self.gradients, self.activations} - {"device"}
+        return found | {"disk"} if self.spills and found else found
+
+    @property
     def has_blocks(self) -> bool:
         """Whether parameters, their gradients or states are at home elsewhere."""
         return self.level > 0
-
-    def block(self, block: Block) -> Block:
-        """The block with its homes."""
-        return replace(block, weights=self.weights, gradients=self.gradients, states=self.optimizer)
-
-    def stages(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-        """The stages with the home of their activations."""
-        return tuple(replace(stage, activations=self.activations) for stage in stages)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,14 @@ from whale.planning.assemble import SAMPLES, assemble
 from whale.planning.balance import Order, device_orders
 from whale.planning.drafts import Draft, OrderDrafts
 from whale.planning.idle_devices import idle_decision
+from whale.planning.offload import Offload
+from whale.planning.offload_auto import (
+    MANY,
+    fitting,
+    may_offload,
+    refuse_without_memory,
+    too_many_bytes,
+)
 from whale.planning.pricing import typical_share
 from whale.planning.problem import Problem, check_loss_and_buffers
 from whale.planning.recompute import check_names
@@ -56,27 +65,48 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
         specs = specs_of_config(problem.config, activations(problem.captured, problem.kinds))
         check_names(problem.captured, problem.config.recompute)
         level = level_of(problem.config.zero)
+        if Offload.of(problem.config).is_any:
+            raise ValueError(
+                f'"offload": {problem.config.offload!r} is for model replicas that are all alike. '
+                'Try: "offload": false, or leave "replicas" out'
+            )
         given, assignment = plan_of_replicas(
             _with_level(problem, 0), specs, fingerprint(problem.captured)
         )
         return with_even_blocks(problem, given, level), assignment
-    plan, assignment = _least_zero(problem)
+    refuse_without_memory(problem)
+    plan, assignment = _least_memory(problem)
     idle = idle_decision(plan)
     return _after_samples(plan, idle) if idle is not None else plan, assignment
 
 
-def _least_zero(problem: Problem) -> tuple[Plan, Assignment]:
+def _least_memory(problem: Problem) -> tuple[Plan, Assignment]:
+    """The best plan with everything on the devices; where that does not fit and other memories are
+    there, with what has to leave.
+    """
+    if not may_offload(problem):
+        return _least_zero(problem)
+    try:
+        hopeless = too_many_bytes(problem, Offload())
+        if hopeless is not None and len(problem.kinds) > MANY:
+            raise DoesNotFit(hopeless)
+        return _least_zero(problem, is_trial=True)
+    except DoesNotFit as error:
+        return fitting(problem, partial(_best_plan, is_trial=True), error)
+
+
+def _least_zero(problem: Problem, is_trial: bool = False) -> tuple[Plan, Assignment]:
     """The best plan with the level of ZeRO that the config asks for; `auto`: the lowest that
     fits.
     """
     if problem.config.zero != "auto":
-        return _best_plan(problem)
+        return _best_plan(problem, is_trial)
     for level in (0, STATES, GRADIENTS_TOO):
         try:
             return _best_plan(_with_level(problem, level), is_trial=True)
         except DoesNotFit:
             continue
-    return _best_plan(_with_level(problem, WEIGHTS_TOO))
+    return _best_plan(_with_level(problem, WEIGHTS_TOO), is_trial)
 
 
 def _with_level(problem: Problem, level: int) -> Problem:

@@ -17,6 +17,7 @@ from whale.planning.balance import DeviceLoads, refuse_unless_it_fits
 from whale.planning.cuts import SAME_TIME
 from whale.planning.describe import crossings, describe_stages, holders
 from whale.planning.offload import Offload
+from whale.planning.offload_account import UPDATE_PASSES, OffloadAccount
 from whale.planning.pricing import stage_seconds
 from whale.planning.problem import Problem
 from whale.planning.recompute import Counts, Regions
@@ -30,13 +31,14 @@ from whale.planning.schedules import (
     schedule_costs,
 )
 from whale.planning.split import Split, together_seconds
-from whale.planning.split_memory import grid_memory, repeated_part
+from whale.planning.split_memory import activations_on_grid, grid_memory, repeated_part
 from whale.planning.stages import Assignment
 from whale.planning.task_graphs import TaskGraphs
 from whale.planning.workload import Workload
 from whale.planning.zero import ZeroChoice, level_of
 from whale.planning.zero_blocks import Sharing
-from whale.plans.blocks import GRADIENTS_TOO
+from whale.plans.away import StageActivations
+from whale.plans.blocks import GRADIENTS_TOO, STATES
 from whale.plans.plan import Crossing, DeviceMemory, Stage
 from whale.plans.shares import Load
 from whale.plans.virtual_devices import DevicePlacement, VirtualDevice
@@ -79,7 +81,18 @@ class PricedCut:
     @cached_property
     def _stages_saved(self) -> Stages:
         """What each stage saves for backward, by what of it is recomputed."""
-        return Stages(self.workload, self.assignment, self.problem.config.recompute)
+        wanted = self.problem.config.recompute
+        return Stages(self.workload, self.assignment, wanted, is_away=self._is_away)
+
+    @property
+    def _is_away(self) -> bool:
+        """Activations are at home elsewhere."""
+        return self.offload.activations != "device"
+
+    @cached_property
+    def _stages_here(self) -> Stages:
+        """The same if activations stayed on the device."""
+        return replace(self._stages_saved, is_away=False)
 
     def regions(self, stages: Sequence[Stage]) -> tuple[Regions, ...]:
         """What is recomputed in backward, by stage."""
@@ -137,8 +150,14 @@ class PricedCut:
         everything = self._stages_saved.everything(nothing.fastest)
         if self.problem.config.recompute is True:
             return [everything]
-        some = enough(self._stages_saved, self._demands(nothing), nothing.fastest)
-        return list(dict.fromkeys((self._stages_saved.nothing, some, everything)))
+        demands = self._demands(nothing)
+        some = enough(self._stages_saved, demands, nothing.fastest)
+        found = [self._stages_saved.nothing, some, everything]
+        if self._is_away and not self._fits_elsewhere(nothing, dict(enumerate(found[0]))):
+            saving = replace(self._stages_saved, is_short_elsewhere=True)
+            found.append(enough(saving, demands, nothing.fastest))
+            found.append(saving.everything(nothing.fastest))
+        return list(dict.fromkeys(found))
 
     def _worth_looking_at(self, candidates: Sequence[tuple[Choice, str]]) -> list[Priced]:
         """Priced; without those for which every order takes longer than one that fits. Known orders
@@ -340,8 +359,16 @@ class PricedCut:
                 if device.grid is not None
                 else None
             )
-            found.append(Demand(stages, order, shared, tuple(ranks), most))
+            elsewhere = partial(self._fits_elsewhere, priced) if self._is_away else None
+            found.append(Demand(stages, order, shared, tuple(ranks), most, elsewhere))
         return found
+
+    def _fits_elsewhere(self, priced: Priced, choice: Mapping[int, Counts]) -> bool:
+        """Whether the hosts have memory for what is at home there, in the schedule of `priced`."""
+        whole = tuple(choice[stage] for stage in range(len(choice)))
+        activations = self._activations(whole, priced.fastest, priced.device_loads)
+        homes = self.account.homes(priced.device_loads, activations)
+        return self.account.shortage(homes) is None
 
     def _most_on_grid(
         self,
@@ -367,7 +394,7 @@ class PricedCut:
         """Memory of every place of their grid."""
         flying = [scheduling.peaks_in_flight(schedule)[stage] for stage in stages]
         regions = {stage: self._stages_saved.regions(stage, choice[stage]) for stage in stages}
-        return grid_memory(self.workload, self.split, stages, whole, flying, regions)
+        return grid_memory(self.workload, self.split, stages, whole, flying, regions, self._is_away)
 
     def _device_loads(
         self, choice: Choice, schedule: scheduling.Schedule, shares_blocks: bool = True
@@ -390,9 +417,9 @@ class PricedCut:
                 for stage in stages
                 for node in self._stages_saved.regions(stage, choice[stage])
             }
-            needed = self._stages_saved.memory(
-                stages, dict(enumerate(choice)), schedule.orders[device.index]
-            )
+            is_here = device.grid is not None or not shares_blocks
+            known = self._stages_here if is_here else self._stages_saved
+            needed = known.memory(stages, dict(enumerate(choice)), schedule.orders[device.index])
             if device.grid is not None:
                 load = Load(
                     sum(self._grid_seconds(stage, choice[stage]) for stage in stages)
@@ -430,13 +457,74 @@ class PricedCut:
             least,
             workload.batch_bytes / (problem.mini_batch_size or problem.batch_size),
         )
-        if not self.zero.level or not shares_blocks:
+        if not shares_blocks:
             return devices
-        return self.zero.apply(devices, problem.largest_micro_batch)
+        if self.zero.level:
+            devices = self._with_zero(devices)
+        if not self.offload.is_any:
+            return devices
+        return self.account.apply(devices, self._activations(choice, schedule, devices))
 
-    @property
+    def _with_zero(self, devices: DeviceLoads) -> DeviceLoads:
+        """The devices with parts of the blocks: as much as each has memory for, of what stays on
+        devices.
+        """
+        size = self.problem.largest_micro_batch
+        if not self.offload.has_blocks:
+            return self.zero.apply(devices, size)
+        if self.offload.level == STATES < self.zero.level:
+            without = tuple(replace(each, optimizer_bytes=0) for each in devices.memory)
+            light = replace(self.zero, ratio=0.0).apply(replace(devices, memory=without), size)
+            return self.zero.with_fractions(devices, light.fractions)
+        return self.zero.with_fractions(devices, {})
+
+    def _activations(
+        self, choice: Choice, schedule: scheduling.Schedule, devices: DeviceLoads
+    ) -> dict[int, float]:
+        """By rank: bytes of activations that are elsewhere at the same time."""
+        if not self._is_away:
+            return {}
+        shares = devices.without_limits().samples_by_rank(self.problem.largest_micro_batch)
+        in_flight = scheduling.peaks_in_flight(schedule)
+        return self.account.activation_bytes(self.activations(choice), in_flight, shares)
+
+    def activations(self, choice: Choice) -> list[StageActivations]:
+        """What every stage saves of a micro-batch, if that is at home elsewhere."""
+        return [self._activations_of(stage, counts) for stage, counts in enumerate(choice)]
+
+    def _activations_of(self, stage: int, counts: Counts) -> StageActivations:
+        if stage not in self.split.shardings:
+            return self._stages_saved.activations_of(stage, counts)
+        if (stage, counts) not in self._known_activations:
+            self._known_activations[stage, counts] = activations_on_grid(
+                self.workload,
+                self.split.spaces[stage],
+                self.split.shardings[stage],
+                self._stages_saved.regions(stage, counts),
+            )
+        return self._known_activations[stage, counts]
+
+    @cached_property
+    def _known_activations(self) -> dict[tuple[int, Counts], StageActivations]:
+        return {}
+
+    @cached_property
+    def account(self) -> OffloadAccount:
+        """What is at home elsewhere, and what that costs."""
+        ratio = self.workload.optimizer_ratio
+        passes = UPDATE_PASSES + 2 * ratio
+        work = self.problem.update_work
+        if self.problem.updates_whole and work is not None:
+            passes = work.passes  # torch has no fused form of these on the CPU
+        return OffloadAccount(
+            self.offload, self.problem.cluster, self.zero, self.split, self.workload, passes
+        )
+
+    @cached_property
     def offload(self) -> Offload:
-        return Offload.of(self.problem.config)
+        """Where the classes of tensors are at home."""
+        wanted = self.problem.offload or Offload.of(self.problem.config)
+        return wanted.as_run(self.problem.cluster.has_accelerators_only)
 
     @cached_property
     def zero(self) -> ZeroChoice:
@@ -447,7 +535,7 @@ class PricedCut:
             self.device_of_stage,
             self.placement.virtual_devices,
             self.problem.updates_whole,
-            alone=self.offload.has_blocks,
+            alone=self.offload.is_any,
         )
         level = max(level_of(self.problem.config.zero), self.offload.level)
         return ZeroChoice(sharing, level, self.workload.optimizer_ratio)

@@ -150,7 +150,7 @@ def figures_of(
         memory_bytes=tuple(device.kind.memory_bytes for device in cluster.devices),
         optimizer_ratio=workload.optimizer_ratio,
         batch_bytes=workload.batch_bytes,
-        overlaps=not any(device.kind.is_cpu for device in cluster.devices),
+        overlaps=cluster.has_accelerators_only,
         update_work=workload.update_work,
     )
 
@@ -290,7 +290,24 @@ def price(
     figures = figures_of(workload, assignment, held, cluster, ranks, choice, wanted, grids)
     if plan.figures is not None and plan.figures.zero:
         figures = with_zero_figures(figures, plan.figures.zero)
+    if plan.figures is not None and plan.figures.away:
+        described = Stages(workload, assignment, wanted)
+        figures = _with_away(plan, figures, described)
     return replace(plan, figures=figures)
+
+
+def _with_away(plan: Plan, figures: Figures, described: Stages) -> Figures:
+    """The figures with what the plan has elsewhere; stages on grids have kept theirs."""
+    assert plan.figures is not None
+    on_grid = {sharding.stage for sharding in plan.shardings}
+    stages = []
+    for stage, known in zip(plan.stages, figures.stages, strict=True):
+        if stage.activations != "device" and stage.index not in on_grid:
+            counts = (stage.num_regions, stage.num_recomputed)
+            activations = described.activations_of(stage.index, counts)
+            known = replace(known, memory=activations.resident(known.memory))
+        stages.append(known)
+    return replace(figures, stages=tuple(stages), away=plan.figures.away)
 
 
 def _grids_of(

@@ -16,6 +16,7 @@ from whale.config import Config
 from whale.costs.layer_times import measured_regions
 from whale.costs.update_work import UpdateWork
 from whale.operations.nodes import named_args, op_name
+from whale.planning.offload import Offload
 from whale.planning.stages import RECOMPUTED, slice_stage
 from whale.planning.workload import ADAM_STATE
 from whale.plans.plan import Decision
@@ -54,6 +55,8 @@ class Problem:
     """the optimizer looks at no other parameters when it updates one: they may lie on different
     ranks
     """
+    offload: Offload | None = None
+    """where tensors are at home, as `auto` tries it; None: as the config says"""
     is_trial: bool = False
     """only whether it fits is asked: the first draft that does is enough, with one chunk on a
     device where their number is free. Less is searched than for a plan, and nothing else, so that a

@@ -25,7 +25,8 @@ from whale import scheduling
 from whale.names import listed
 from whale.planning.recompute import Counts, Recompute, Regions, regions_of_stage
 from whale.planning.stages import Assignment
-from whale.planning.workload import Workload
+from whale.planning.workload import INSIDE_OPERATIONS, Workload
+from whale.plans.away import SEGMENTS_HERE, StageActivations
 from whale.plans.plan import DeviceMemory
 from whale.scheduling.memory import ActionMemory
 from whale.units import human_bytes
@@ -48,6 +49,10 @@ class Stages:
     workload: Workload
     assignment: Assignment
     wanted: Recompute
+    is_away: bool = False
+    """activations are at home elsewhere: the device holds some pieces of them"""
+    is_short_elsewhere: bool = False
+    """and there is little memory for them"""
 
     @property
     def nothing(self) -> Choice:
@@ -73,16 +78,33 @@ class Stages:
         """What the stage holds of a micro-batch under this choice."""
         return self._of(stage, counts)[1]
 
+    def activations_of(self, stage: int, counts: Counts) -> StageActivations:
+        """What the stage saves of a micro-batch, if that is at home elsewhere."""
+        return self._activations(stage, self.regions(stage, counts))
+
+    def _activations(self, stage: int, regions: Regions) -> StageActivations:
+        saved = self.workload.saved
+        operations = self.assignment.slices[stage].operations
+        staying = saved.storages_of((), self._crossing[stage])
+        moving = saved.storages_of(operations, (), regions) - staying
+        return StageActivations.of(
+            saved.bytes_of(moving),
+            saved.bytes_of(staying),
+            saved.largest(dict.fromkeys(moving, 1.0), SEGMENTS_HERE),
+            self.workload.batch_size,
+            INSIDE_OPERATIONS,
+        )
+
     def _of(self, stage: int, counts: Counts) -> tuple[Regions, ActionMemory]:
         if (stage, counts) not in self._known:
             operations = self.assignment.slices[stage].operations
             regions = regions_of_stage(
                 self.workload.captured, operations, self.assignment.gradients, counts, self.wanted
             )
-            self._known[stage, counts] = (
-                regions,
-                self.workload.stage_memory(operations, self._crossing[stage], regions),
-            )
+            memory = self.workload.stage_memory(operations, self._crossing[stage], regions)
+            if self.is_away:
+                memory = self._activations(stage, regions).resident(memory)
+            self._known[stage, counts] = (regions, memory)
         return self._known[stage, counts]
 
     def best_regions(self, stage: int, in_flight: int) -> int:
@@ -90,7 +112,10 @@ class Stages:
 
         def peak(count: int) -> float:
             needed = self.memory_of(stage, (count, count))
-            return in_flight * needed.saved.sample_bytes + needed.workspace.sample_bytes
+            saved = needed.saved
+            if self.is_short_elsewhere:
+                saved += self.activations_of(stage, (count, count)).moved
+            return in_flight * saved.sample_bytes + needed.workspace.sample_bytes
 
         best = 1
         least = peak(1)
@@ -142,15 +167,17 @@ class Demand:
     """on a grid: from the memory of one device that runs everything, and the choice, that of the
     place that needs most
     """
+    elsewhere: Callable[[Mapping[int, Counts]], bool] | None = None
+    """where activations are at home elsewhere: whether the hosts have memory for those of a choice"""
 
     def fits(self, memory: DeviceMemory, choice: Mapping[int, Counts]) -> bool:
         if self.on_grid is not None:
             memory = self.on_grid(memory, choice)
         static = memory.static_bytes + self.shared_bytes
-        return all(
-            not capacity or static + samples * memory.sample_bytes <= capacity
-            for samples, capacity in self.ranks
-        )
+        for samples, capacity in self.ranks:
+            if capacity and static + samples * memory.sample_bytes > capacity:
+                return False
+        return self.elsewhere is None or self.elsewhere(choice)
 
 
 def enough(stages: Stages, demands: Sequence[Demand], schedule: scheduling.Schedule) -> Choice:

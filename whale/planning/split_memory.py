@@ -23,6 +23,7 @@ from whale.planning.pricing import OnGrids, sharded_weights
 from whale.planning.recompute import Regions
 from whale.planning.split import Split, together_seconds
 from whale.planning.workload import INSIDE_OPERATIONS, Workload
+from whale.plans.away import SEGMENTS_HERE, StageActivations
 from whale.plans.figures import Seconds, StageFigures, StageTimes
 from whale.plans.grid import AXES
 from whale.plans.plan import DeviceMemory
@@ -38,16 +39,22 @@ def grid_memory(
     whole: DeviceMemory,
     in_flight: Sequence[int],
     recomputed: Mapping[int, Regions],
+    is_away: bool = False,
 ) -> list[DeviceMemory]:
     """Memory of each device of the grid. `whole`: the same stages on one device; `in_flight`: most
-    micro-batches of each stage at once; `recomputed`: by stage, what it recomputes.
+    micro-batches of each stage at once; `recomputed`: by stage, what it recomputes; `is_away`:
+    activations are at home elsewhere.
     """
     saved = NOTHING
     saved_whole = NOTHING
     for stage, number in zip(stages, in_flight, strict=True):
         space = split.spaces[stage]
         own = recomputed.get(stage, {})
-        saved += number * saved_on_grid(workload, space, split.shardings[stage], own)
+        sharding = split.shardings[stage]
+        if is_away:
+            saved += activations_on_grid(workload, space, sharding, own).here
+        else:
+            saved += number * saved_on_grid(workload, space, sharding, own)
         saved_whole += number * workload.saved.total(space.program.operations, (), own)
     alone = max(0.0, whole.sample_bytes - saved_whole.sample_bytes)
     workspaces = [
@@ -61,15 +68,15 @@ def grid_memory(
     gradient_workspace = [gradient_workspaces(workload, split, stage) for stage in stages]
     found = []
     for place, held in enumerate(split.held_bytes(stages)):
-        here = [of_stage[place] for of_stage in gradient_workspace]
+        gradients = [of_stage[place] for of_stage in gradient_workspace]
         memory = replace(
             whole,
             parameter_bytes=held.parameters,
             gradient_bytes=held.trained,
             optimizer_bytes=round(workload.optimizer_ratio * held.trained),
-            fixed_bytes=round(saved.fixed_bytes) + round(largest.fixed_bytes) + sum(here),
+            fixed_bytes=round(saved.fixed_bytes) + round(largest.fixed_bytes) + sum(gradients),
             sample_bytes=max(0.0, saved.sample_bytes + largest.sample_bytes),
-            update_bytes=workload.update_workspace(here),
+            update_bytes=workload.update_workspace(gradients),
         )
         found.append(memory.with_shared(held.shared))
     return found
@@ -187,6 +194,19 @@ def saved_on_grid(workload: Workload, space: Space, sharding: Sharding, regions:
     return Bytes(
         sample_bytes + copies * sharding.gathered.sample_bytes,
         round(fixed_bytes + copies * sharding.gathered.fixed_bytes),
+    )
+
+
+def activations_on_grid(
+    workload: Workload, space: Space, sharding: Sharding, regions: Regions
+) -> StageActivations:
+    """What a device of the grid saves of a micro-batch, if that is at home elsewhere."""
+    return StageActivations.of(
+        saved_on_grid(workload, space, sharding, regions),
+        NOTHING,
+        workload.saved.largest(saved_parts(workload, space, sharding, regions), SEGMENTS_HERE),
+        workload.batch_size,
+        INSIDE_OPERATIONS,
     )
 
 

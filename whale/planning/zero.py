@@ -136,10 +136,10 @@ class ZeroChoice:
         """
         if not self.groups:
             return devices
-        even = self._with(devices, {})
+        even = self.with_fractions(devices, {})
         if _fits_at_full_speed(even, largest_micro_batch):
             return even
-        without = self._with(
+        without = self.with_fractions(
             devices, {group.ranks: [0.0] * len(group.ranks) for group in self.groups}
         )
         try:
@@ -159,9 +159,10 @@ class ZeroChoice:
             if found is None:
                 return even
             fractions[group.ranks] = found
-        return self._with(devices, fractions)
+        return self.with_fractions(devices, fractions)
 
-    def _with(self, devices: DeviceLoads, fractions: Fractions) -> DeviceLoads:
+    def with_fractions(self, devices: DeviceLoads, fractions: Fractions) -> DeviceLoads:
+        """The devices with these parts of the blocks; even ones where nothing is said."""
         memory = list(devices.memory)
         chosen: dict[tuple[int, ...], tuple[float, ...]] = {}
         for group in self.groups:

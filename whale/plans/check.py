@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from whale.plans.blocks import GRADIENTS_TOO, STATES, WEIGHTS_TOO
+from whale.plans.moves import residence_problem
 from whale.plans.shares import check_batch, micro_batch_sizes
 from whale.scheduling import check as prove_schedule
 
@@ -100,6 +101,9 @@ def _problems(plan: Plan) -> Iterator[str]:
         yield from _shardings(view.template)
     if not plan.is_uniform:
         yield from _templates(plan)
+    problem = residence_problem(plan)
+    if problem is not None:
+        yield problem
 
 
 def _templates(plan: Plan) -> Iterator[str]:
@@ -512,5 +516,11 @@ def _figures(plan: Plan, figures: Figures) -> Iterator[str]:
             yield "its figures have parts of weights on ranks that do not hold them"
         if len(state.part_bytes) != len(state.parts):
             yield "its figures have parts of weights without their bytes"
+    for away in figures.away:
+        counts = {len(away.stages), len(away.forward), len(away.backward)}
+        if not _in_range(away.ranks, number) or len(counts) > 1:
+            yield "its figures of what is at home elsewhere do not fit together"
+        if min((each.num_pieces for each in (*away.forward, *away.backward)), default=1) < 1:
+            yield "its figures move something in 0 pieces"
     if not math.isfinite(figures.optimizer_ratio):
         yield "the optimizer's state has no size"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from whale.cluster.network import Network
 from whale.costs.update_work import UpdateWork
+from whale.plans.away import AwayFigures
 from whale.scheduling import ActionMemory
 
 UPDATE_COPIES = 2
@@ -185,6 +186,12 @@ class Figures:
     """by group of ranks that share parameters"""
     update_work: UpdateWork | None = None
     """what an update of the user's optimizer launches; None: not known"""
+    away: tuple[AwayFigures, ...] = ()
+    """what is at home elsewhere, by ranks that are alike in it"""
+
+    def away_on(self, rank: int) -> AwayFigures | None:
+        """What this rank has elsewhere; None: nothing."""
+        return next((each for each in self.away if rank in each.ranks), None)
 
     def on(self, rank: int) -> Figures:
         """The figures with the states that this rank holds."""
@@ -192,6 +199,7 @@ class Figures:
             self,
             states=tuple(state.on(rank) for state in self.states),
             zero=tuple(group.on(rank) for group in self.zero if rank in group.ranks),
+            away=tuple(replace(each, ranks=(rank,)) for each in self.away if rank in each.ranks),
         )
 
     def zero_of(self, ranks: Iterable[int]) -> ZeroFigures | None:

@@ -89,6 +89,7 @@ def html(plan: Plan, timeline: Timeline) -> str:
         pictures=pictures,
         work=_work(plan, timeline),
         memory=_memory(timeline),
+        elsewhere=_elsewhere(timeline),
         shardings=[
             _sharding_section(view, sharding)
             for view in plan.by_template
@@ -181,6 +182,22 @@ def _memory(timeline: Timeline) -> Sheet:
         rows.append(row)
     numbers = (*CLASSES, "in all", "capacity")
     return Sheet(("rank", "device"), numbers, rows, len(timeline.devices) - len(rows))
+
+
+def _elsewhere(timeline: Timeline) -> Sheet | None:
+    """What is at home in the memories of the hosts, and what moves in a step."""
+    if not any(device.away for device in timeline.devices):
+        return None
+    rows: list[list[Cell]] = []
+    shown = timeline.devices[: num_devices_shown(timeline)]
+    for device in shown:
+        for what, memory, held, moved in tables.away_rows(device):
+            sizes = [human_bytes(number) for number in (held, *moved)]
+            rows.append([str(device.rank), what, memory, *sizes])
+        if device.away is not None:
+            rows.append([str(device.rank), "", tables.hidden_text(device), "", "", ""])
+    words = ("rank", "what", "where")
+    return Sheet(words, ("held", "in", "out"), rows, len(timeline.devices) - len(shown))
 
 
 def _sharding_section(plan: Plan, sharding: StageSharding) -> tuple[str, Sheet, list[str]]:

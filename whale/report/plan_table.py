@@ -20,6 +20,7 @@ from whale.plans.shares import micro_batch_sizes
 from whale.report.tables import (
     add_row,
     add_words,
+    away_table,
     make_table,
     memory_table,
     prediction,
@@ -86,6 +87,9 @@ def render_plan(plan: Plan) -> Group:
     if plan.figures is not None:
         timeline = simulate(plan)
         parts += [prediction(timeline), work_table(plan, timeline), memory_table(timeline)]
+        elsewhere = away_table(timeline)
+        if elsewhere is not None:
+            parts.append(elsewhere)
     for view in plan.by_template:
         if not plan.is_uniform:
             parts.append(Text(replicas_of(view).capitalize(), style="bold"))

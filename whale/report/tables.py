@@ -131,6 +131,60 @@ def memory_table(timeline: Timeline) -> Table:
     return _more(table, timeline)
 
 
+def away_table(timeline: Timeline) -> Table | None:
+    """What is at home in the memories of the hosts, what moves in a step, and what hides that; None
+    where everything is on the devices.
+    """
+    if not any(device.away for device in timeline.devices):
+        return None
+    table = make_table(
+        "At home elsewhere (in: to the device in a step, under forward, backward and update)",
+        ("rank", "what", "where"),
+        ("held", "in", "out"),
+    )
+    for device in timeline.devices[: num_devices_shown(timeline)]:
+        first = str(device.rank)
+        for what, memory, held, moved in away_rows(device):
+            add_row(table, first, what, memory, *map(human_bytes, (held, *moved)))
+            first = ""
+        if device.away is not None:
+            add_row(table, "", "", hidden_text(device), "", "", "")
+    return _more(table, timeline)
+
+
+def hidden_text(device: DeviceTimeline) -> str:
+    """How long the transfers of a device take, and under what."""
+    assert device.away is not None
+    update = device.away.update
+    update_s = update.out_s + update.in_s
+    where = f", {human_seconds(update_s)} around updates on the {device.away.updated_on}"
+    return (
+        f"{human_seconds(device.moved_s)} under {human_seconds(device.compute_s)} of forwards and "
+        f"backwards{where if update_s else ''}"
+    )
+
+
+AwayRow = tuple[str, str, float, tuple[float, float]]
+"""class, memory, bytes held, (bytes in, bytes out) of a step"""
+
+
+def away_rows(device: DeviceTimeline) -> list[AwayRow]:
+    """What one device has elsewhere, by class and memory."""
+    if device.away is None:
+        return []
+    held: dict[tuple[str, str], float] = {}
+    moved: dict[tuple[str, str], tuple[float, float]] = {}
+    for each in device.away.held:
+        key = (each.what, each.memory)
+        held[key] = held.get(key, 0.0) + each.num_bytes
+    for every in device.away.traffic:
+        key = (every.what, every.memory)
+        before = moved.get(key, (0.0, 0.0))
+        moved[key] = (before[0] + every.in_bytes, before[1] + every.out_bytes)
+    keys = dict.fromkeys((*held, *moved))
+    return [(*key, held.get(key, 0.0), moved.get(key, (0.0, 0.0))) for key in keys]
+
+
 def of_memory(device: DeviceTimeline) -> str:
     if not device.memory_bytes:
         return "not known"

@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from whale.devices import LocalDevice
 from whale.distributed.intervals import Transfer
+from whale.plans.away import SEGMENT_BYTES
 from whale.plans.blocks import Memory
 from whale.runtime.homes import HostHome, aligned, storage_bytes, tensor_in
 from whale.runtime.job import Job
@@ -32,7 +33,6 @@ from whale.scheduling import Action, Kind
 
 Visit = tuple[int, int]
 """(stage, micro-batch)"""
-SEGMENT_BYTES = 32 * 1024**2
 SMALL_BYTES = 1024
 """storages below this stay: a copy costs more than the memory is worth"""
 
@@ -248,9 +248,9 @@ class Activations:
                 if place:
                     self._fetch(segments[place - 1])
                     return
-                following = self._segments.get(self._order.get(visit, visit))
-                if following:
-                    self._fetch(following[-1])
+                following = self._order.get(visit)
+                if following is not None and self._segments.get(following):
+                    self._fetch(self._segments[following][-1])
                 return
 
 

@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whale.compat import has_step_hooks
 from whale.runtime.stage_updates import BY_PARAMETER, step_some
 
 BLOCK = 256
 """numbers that share a scale"""
 SIGNED_STEPS = 127
 UNSIGNED_STEPS = 255
+STORED_BEFORE = 1e-3
+"""steps by which a number may be above a whole one by rounding"""
 AT_ONCE_BYTES = 32 * 1024**2
 """parameters whose states are brought back together"""
 
@@ -48,7 +51,11 @@ class Packed:
         scales = padded.abs().amax(1, keepdim=True)
         steps = UNSIGNED_STEPS if is_root else SIGNED_STEPS
         parts = padded / scales.clamp_min(torch.finfo(torch.float32).tiny) * steps
-        numbers = parts.ceil().to(torch.uint8) if is_root else parts.round().to(torch.int8)
+        if is_root:
+            # what was stored before gives the same numbers again, and nothing becomes zero
+            numbers = (parts - STORED_BEFORE).ceil().maximum((parts > 0).float()).to(torch.uint8)
+        else:
+            numbers = parts.round().to(torch.int8)
         return Packed(state.shape, state.dtype, numbers, scales, is_root)
 
     def expanded(self) -> Tensor:
@@ -93,13 +100,16 @@ class CompressedStates:
         return total
 
     def step(self) -> None:
-        """One step, some parameters at a time where the optimizer treats each by itself."""
-        if type(self.optimizer) not in BY_PARAMETER:
+        """One step, some parameters at a time where the optimizer treats each by itself, and has no
+        hooks that would run several times.
+        """
+        if type(self.optimizer) not in BY_PARAMETER or has_step_hooks(self.optimizer):
             self.expand()
             self.optimizer.step()
             self.compress()
             return
-        for own in list(self._few()):
+        for few in list(self._few()):
+            own = [parameter for parameter in few if parameter.grad is not None]
             self.expand(own)
             step_some(self.optimizer, set(map(id, own)))
             self.compress(own)
@@ -107,7 +117,7 @@ class CompressedStates:
     def expand(self, parameters: Any = None) -> None:
         """Brings the states of these parameters (all) back to the optimizer."""
         for parameter in list(self._held) if parameters is None else parameters:
-            for key, packed in self._held.pop(parameter, {}).items():
+            for key, packed in self._held.get(parameter, {}).items():
                 self.optimizer.state[parameter][key] = packed.expanded()
 
     def compress(self, parameters: Any = None) -> None:
@@ -124,8 +134,10 @@ class CompressedStates:
                 known[parameter] = {}
 
     def collapse(self) -> None:
-        """Takes back what `expand` gave."""
-        self.compress()
+        """Takes back what `expand` gave to be read: it is as it was."""
+        for parameter, states in self._held.items():
+            for key in states:
+                self.optimizer.state[parameter].pop(key, None)
 
     def take_all(self) -> None:
         """Takes states that the optimizer has got, from a checkpoint."""

@@ -110,10 +110,9 @@ class GradientSynchroniser:
     def _bucket(self, units: list[Unit], group: dist.ProcessGroup | None) -> Bucket:
         sizes = [unit.num_entries for unit in units]
         buffer = torch.zeros(sum(sizes), dtype=units[0].tensor.dtype, device=units[0].tensor.device)
-        views = [
-            view.view_as(unit.tensor) if unit.cells is None else view
-            for view, unit in zip(buffer.split(sizes), units, strict=True)
-        ]
+        views = []
+        for view, unit in zip(buffer.split(sizes), units, strict=True):
+            views.append(_laid_out_like(view, unit.tensor) if unit.cells is None else view)
         bucket = Bucket(units, group, buffer, views)
         for unit in units:
             self._buckets_of.setdefault(unit.name, []).append(bucket)
@@ -253,6 +252,16 @@ class GradientSynchroniser:
                     parts, view.split([part.numel() for part in parts]), strict=True
                 ):
                     part.copy_(summed.view_as(part))
+
+
+def _laid_out_like(entries: Tensor, tensor: Tensor) -> Tensor:
+    """A view of these entries with the shape and strides of a tensor.
+
+    Fused optimizers go through memory entry by entry: a gradient with other strides than its
+    parameter (`channels_last`) would update other entries.
+    """
+    strides = torch.empty_like(tensor, device="meta").stride()  # dense, also where `tensor` is not
+    return entries.as_strided(tensor.shape, strides)
 
 
 @dataclass

@@ -131,7 +131,8 @@ class OffloadedStates:
             buffer = self._bring(number, residence)
             for state in before.states:
                 self._optimizer.state[state.parameter][state.key] = state.inside(buffer)
-        with fused(self._optimizer) if block.at_home else contextlib.nullcontext():
+        is_fused = block.at_home and not _begins_momentum(self._optimizer, block.parameters)
+        with fused(self._optimizer) if is_fused else contextlib.nullcontext():
             step_some(self._optimizer, {id(each) for each in block.parameters})
         after = self._layout(block)
         if before is not None and buffer is not None and _is_same(before, after):
@@ -260,6 +261,19 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group["fused"] = None
 
 
+def _begins_momentum(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> bool:
+    """Whether some of these get their first momentum in this step and others have one: torch's
+    fused SGD takes either all or none.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    known = set()
+    for parameter in parameters:
+        if parameter.grad is not None:
+            known.add(optimizer.state.get(parameter, {}).get("momentum_buffer") is not None)
+    return len(known) > 1
+
+
 def refuse(optimizer: torch.optim.Optimizer) -> None:
     """Raises where a step in pieces is not known to be the same."""
     name = type(optimizer).__name__
@@ -268,13 +282,13 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(
             f'"offload" of optimizer states updates some parameters at a time, and nothing says '
             f"that {name} treats each by itself. Try: one of {known}, or "
-            '"offload": {"optimizer": false}'
+            '"offload": {"optimizer": "device"}'
         )
     if has_step_hooks(optimizer):
         raise ValueError(
             f'"offload" of optimizer states calls {name}.step() several times in a step, so that '
             "its hooks would run several times. Try: no step hooks, or "
-            '"offload": {"optimizer": false}'
+            '"offload": {"optimizer": "device"}'
         )
 
 
@@ -298,6 +312,6 @@ def offloaded_states(job: Job, optimizer: torch.optim.Optimizer) -> OffloadedSta
         raise ValueError(
             f'"optimizer_state": "{job.config.optimizer_state}" and "offload" of optimizer states '
             'cannot both be set. Try: "optimizer_state": "fp32", or '
-            '"offload": {"optimizer": false}'
+            '"offload": {"optimizer": "device"}'
         )
     return OffloadedStates(optimizer, found, job.ranks.device)

@@ -8,7 +8,9 @@ files of an earlier one, which may have been killed, are removed unread.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -23,6 +25,11 @@ from whale.units import human_bytes
 SPILL = "spill"
 """folder in the run folder with those of all ranks"""
 _RANK = re.compile(r"rank-(\d+)")
+_folders = itertools.count()
+_owner_of: dict[Path, tuple[int, int]] = {}
+"""process and number of the last `SpillFolder` of each path: an engine that is made anew takes over
+the folder of the one before, which may be let go later
+"""
 
 
 class SpillError(RuntimeError):
@@ -49,7 +56,9 @@ class SpillFolder:
                 f'rank {rank}: "offload" to disk cannot write to {self.path}: {error.strerror}. '
                 'Try: another "run_folder", or "host" in place of "disk"'
             ) from None
-        self._remove = weakref.finalize(self, _remove_own, self.path, os.getpid())
+        owner = (os.getpid(), next(_folders))
+        _owner_of[self.path] = owner
+        self._remove = weakref.finalize(self, _remove_own, self.path, owner)
 
     def file(self, name: str) -> Path:
         return self.path / f"{name}.spill"
@@ -104,10 +113,11 @@ def remove_leftovers(folder: str | Path, rank: int, num_ranks: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _remove_own(path: Path, process: int) -> None:
-    if os.getpid() == process:  # not in a process that was forked off, to load data
-        shutil.rmtree(path, ignore_errors=True)
-        try:
-            path.parent.rmdir()
-        except OSError:
-            pass  # other ranks still have files
+def _remove_own(path: Path, owner: tuple[int, int]) -> None:
+    is_forked = os.getpid() != owner[0]  # a process that loads data, say
+    if is_forked or _owner_of.get(path) != owner:
+        return
+    del _owner_of[path]
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other ranks still have files
+        path.parent.rmdir()

@@ -106,6 +106,12 @@ class Updater:
         """brings states that live elsewhere, block by block; None: all are here"""
         if self.optimizer is not None:
             self.offloaded = offloaded_states(job, self.optimizer)
+        if self.offloaded is not None and whole is not None:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} looks at whole parameters, which `split` cuts: "
+                'their states stay with one owner on its device. Try: "offload": '
+                '{"optimizer": "device"}'
+            )
         self.whole = whole
         """updates parameters whole that a grid cuts; None: each holder updates its part"""
         self.trained: Collection[str] = ()
@@ -114,7 +120,8 @@ class Updater:
         """None where the host waits for loss and norm, or where nothing depends on them"""
         self.loss_scale: LossScale | DeviceLossScale | None = None
         if config.needs_all_gradients is not None:
-            in_pieces = self.compressed is not None or self.offloaded is not None
+            # these go by parts or through owners, which one fused kernel does not know of
+            in_pieces = any((self.compressed, self.offloaded, self.whole))
             on_device = all(each.device.type == ranks.device.type for _, each in trainable)
             can = on_device and not in_pieces and can_mask(self.optimizer, config, ranks.device)
             if all(ranks.gather(can and not lowered.has_sparse_gradients)):  # all ranks alike
@@ -190,9 +197,11 @@ class Updater:
         elsewhere = self.compressed or self.offloaded
         if elsewhere is not None:
             elsewhere.expand()
-        yield
-        if elsewhere is not None:
-            elsewhere.collapse()
+        try:
+            yield
+        finally:
+            if elsewhere is not None:
+                elsewhere.collapse()
 
     def states_loaded(self) -> None:
         """The optimizer has got all its states from a checkpoint."""

@@ -38,6 +38,7 @@ class WholeUpdates:
         self._shards = shards
         self._rank = ranks.rank
         self._device = ranks.device.name
+        self._group = ranks.world  # the default group may not carry tensors of the device
         self.parameters: dict[str, torch.nn.Parameter] = {}
         """whole, of those that this rank owns"""
         dtypes = {name: tensor.dtype for name, tensor in weights.items()}
@@ -88,10 +89,10 @@ class WholeUpdates:
                         if holder == owner == self._rank and part is not None:
                             self._weights[name].copy_(part)
                         elif owner == self._rank and part is not None:
-                            operations.append(dist.P2POp(dist.isend, part, holder))
+                            operations.append(dist.P2POp(dist.isend, part, holder, self._group))
                         elif holder == self._rank:
                             operations.append(
-                                dist.P2POp(dist.irecv, self._weights[name].data, owner)
+                                dist.P2POp(dist.irecv, self._weights[name].data, owner, self._group)
                             )
                 _run(operations)
 
@@ -114,9 +115,11 @@ class WholeUpdates:
             elif owner == self._rank and whole is not None:
                 buffer = whole.new_empty(shard.shape or whole.shape)
                 arriving.append((shard, buffer))
-                operations.append(dist.P2POp(dist.irecv, buffer, source))
+                operations.append(dist.P2POp(dist.irecv, buffer, source, self._group))
             elif source == self._rank and part is not None:
-                operations.append(dist.P2POp(dist.isend, part.detach().contiguous(), owner))
+                operations.append(
+                    dist.P2POp(dist.isend, part.detach().contiguous(), owner, self._group)
+                )
         _run(operations)
         for shard, buffer in arriving:
             assert whole is not None

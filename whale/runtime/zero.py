@@ -7,7 +7,8 @@ level 3      this rank's interval of every block is one flat tensor of its own, 
              optimizer updates. Chunks compute with parameters in the slots of a pool, and a
              `Residence` brings a block before it is used
 offload      of weights: the same, and the interval is memory of the host, or of a file, where the
-             optimizer updates it
+             optimizer updates it; of optimizer states at level 1, 2 where the plan updates on
+             the host of an accelerator: a copy of the interval there, which comes back after it
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ class Zero:
             name: number for number, block in enumerate(self.blocks) for name in block.parameters
         }
         self.residence: Residence | None = None
+        self._buffers: list[Tensor] = []
+        """level 1, 2: of each block the whole weights"""
+        self._on_host: dict[int, Tensor] = {}
+        """by block: this rank's interval on the host of an accelerator, where it is updated"""
         if self.level == WEIGHTS_TOO:
             self._home_on_peers(weights)
         else:
@@ -76,6 +81,8 @@ class Zero:
             self.residence.forget()
             return
         with torch.no_grad():
+            for number, part in self._on_host.items():
+                self._own(number).copy_(part, non_blocking=True)
             transfers = [
                 self.intervals.begin_gather(buffer, block.ends, block.ranks)
                 for block, buffer in zip(self.blocks, self._buffers, strict=True)
@@ -85,20 +92,47 @@ class Zero:
                 transfer.wait()
 
     def loaded(self) -> None:
-        """Weights came from a file: at level 3 those in the slots are old."""
+        """Weights came from a file: at level 3 those in the slots are old, and so are copies on
+        the host.
+        """
         if self.residence is not None:
             self.residence.forget()
+        for number, part in self._on_host.items():
+            part.copy_(self._own(number))
+
+    def _own(self, number: int) -> Tensor:
+        """This rank's interval in the whole weights of a block."""
+        start, stop = self.blocks[number].interval(self.ranks.rank)
+        return self._buffers[number][start:stop]
 
     def _home_here(self, weights: Weights) -> None:
-        self._buffers = []
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             buffer = _like(weights[block.parameters[0]], block.num_elements)
+            self._buffers.append(buffer)
             for name, (start, stop) in block.intervals.items():
                 _move(weights[name], buffer[start:stop])
-                first, last = block.rows(name, self.ranks.rank)
-                if weights[name].requires_grad:
-                    self.updated[name] = torch.nn.Parameter(weights[name].data[first:last])
-            self._buffers.append(buffer)
+            part = self._own(number)
+            if self._is_updated_on_host(block) and part.numel():
+                place = self._homes.home("host").place(number, part.nbytes)
+                part = tensor_in(place, 0, part.new_empty(0), part.shape, (1,)).copy_(part)
+                self._on_host[number] = part
+            begin = block.interval(self.ranks.rank)[0]
+            for name, (start, _) in block.intervals.items():
+                tensor = weights[name]
+                if tensor.requires_grad:
+                    first, last = block.rows(name, self.ranks.rank)
+                    rows = tensor.data[first:last]
+                    low = max(start - begin, 0)
+                    own = part[low : low + rows.numel()].view(rows.shape)
+                    self.updated[name] = torch.nn.Parameter(own)
+
+    def _is_updated_on_host(self, block: Block) -> bool:
+        """Whether the optimizer updates a copy on the host: a CPU rank is there anyway."""
+        return (
+            self.ranks.device.is_accelerator
+            and block.updated_on == "host"
+            and self.is_trained(block)
+        )
 
     def gradients_at_home(self, name: str, own: Tensor) -> Tensor:
         """Gradients of this rank's interval of the block of a parameter, where the plan sums them."""
@@ -208,16 +242,23 @@ def _refuse_on_accelerators(plan: Plan, blocks: tuple[Block, ...]) -> None:
             holders[name] = holders.get(name, 0) + 1
     for block in blocks:
         tied = next((name for name in block.parameters if holders[name] > 1), None)
-        if tied is not None and block.weights != "device":
+        is_on_host = block.weights != "device" or block.updated_on == "host"
+        if tied is not None and is_on_host:
             raise ValueError(
-                f'"offload" of weights to {block.weights}: {tied} is tied between stages on '
+                f'"offload": {tied} would be updated on the host and is tied between stages on '
                 "different devices, which sum its gradient. Try: a cut that has both uses in "
-                'one stage, or "offload" without weights'
+                'one stage, or "offload" without weights and gradients'
             )
-        if block.gradients != block.weights == "device":
+        if block.gradients != "device" and not is_on_host:
             raise ValueError(
-                f'"offload" of gradients to {block.gradients} takes weights that are at home '
-                'there, too. Try: "offload": {"weights": "host", "gradients": "host"}'
+                f'"offload" of gradients to {block.gradients} takes weights or optimizer states '
+                'that are at home there, too. Try: "offload": {"optimizer": "host", '
+                '"gradients": "host"}'
+            )
+        if plan.zero == WEIGHTS_TOO and block.weights == "device" and is_on_host:
+            raise ValueError(
+                "at level 3 of ZeRO weights on the device are updated there. Try: "
+                '"offload": {"weights": "host", "optimizer": "host"}, or "zero": 2'
             )
 
 

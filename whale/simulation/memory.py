@@ -7,6 +7,8 @@ optimizer state      from the first update on, as many bytes for a byte of weigh
                      optimizer makes
 under ZeRO           of all these this rank's part; the buffers into which weights are gathered count
                      as weights, those of gradients on their way as buffers
+elsewhere            what is at home on the host or its disk is not here but for its buffers, which
+                     count as buffers; `plans/away.py` says how much of activations is
 activations          what a stage saves of a micro-batch and the workspace of a backward, by the
                      table of `scheduling/memory.py`
 """
@@ -55,6 +57,8 @@ class Account:
         alone = [group for group in figures.zero if len(group.ranks) == 1]
         self.zero = alone[0] if alone else None
         """what this rank shares with others"""
+        self.away = figures.away[0] if len(figures.away) == 1 else None
+        """what this rank has elsewhere, in figures of this rank alone"""
 
     @property
     def total(self) -> float:
@@ -62,16 +66,19 @@ class Account:
 
     def place_weights(self) -> None:
         """What is there before the first step."""
-        for state in self.held:
-            self.take(WEIGHTS, state.weight_bytes, "the start")
-            self.take(BUFFERS, state.buffer_bytes, "the start")
-        self.take(BUFFERS, self.shared_bytes + self.figures.batch_bytes, "the start")
+        weights = float(sum(state.weight_bytes for state in self.held))
+        buffers = float(sum(state.buffer_bytes for state in self.held))
+        buffers += self.shared_bytes + self.figures.batch_bytes
         if self.zero is not None:
-            spared = sum(self.zero.spared_bytes)
-            self.take(BUFFERS, self.zero.block_bytes - spared, "the start")
+            buffers += self.zero.block_bytes - sum(self.zero.spared_bytes)
             if self.zero.level >= WEIGHTS_TOO:
                 absent = self.zero.absent(self.zero.trained_bytes + self.zero.frozen_bytes)
-                self.take(WEIGHTS, self.zero.pool_bytes - absent, "the start")
+                weights += self.zero.pool_bytes - absent
+        if self.away is not None:
+            weights -= self.away.absent.get(WEIGHTS, 0.0)
+            buffers += self.away.pool_bytes
+        self.take(WEIGHTS, weights, "the start")
+        self.take(BUFFERS, buffers, "the start")
 
     @property
     def _trained_bytes(self) -> float:
@@ -81,7 +88,8 @@ class Account:
 
     def place_optimizer(self, ratio: float) -> None:
         """Adds the optimizer's state: `ratio` bytes for each byte of trained weights."""
-        self.take(OPTIMIZER, ratio * self._trained_bytes, "update")
+        absent = self.away.absent.get(OPTIMIZER, 0.0) if self.away is not None else 0.0
+        self.take(OPTIMIZER, max(0.0, ratio * self._trained_bytes - absent), "update")
 
     def begin_step(self) -> None:
         """Gradients and activations of the step before are gone."""
@@ -126,6 +134,8 @@ class Account:
         if self.zero is not None:
             largest = min(largest, self.zero.fractions[0] * self.zero.block_bytes)
         workspace = UPDATE_COPIES * largest if self.used[OPTIMIZER] else 0.0
+        if self.away is not None and self.away.absent.get(OPTIMIZER):
+            workspace = UPDATE_COPIES * largest if self.away.updated_on == "device" else 0.0
         self.take(ACTIVATIONS, workspace, "update")
         self.take(ACTIVATIONS, -workspace, "update")
 
@@ -138,10 +148,19 @@ class Account:
             if self.zero is not None and self.zero.level >= GRADIENTS_TOO:
                 whole = sum(each.trained_bytes for each in self.held)
                 left = round(left * self._trained_bytes / whole) if whole else 0
+            left = round(left * self._summed_here)
             if is_last and self.shared_bytes and self.bucket_bytes:
                 left = min(left, bucket_size(left, self.bucket_bytes))
             self.take(GRADIENTS, left, str(action))
         self._with_gradients.add(action.stage)
+
+    @property
+    def _summed_here(self) -> float:
+        """The part of the gradients of this rank that the device holds."""
+        trained = self._trained_bytes
+        if self.away is None or not trained:
+            return 1.0
+        return max(0.0, 1 - self.away.absent.get(GRADIENTS, 0.0) / trained)
 
     def _new_gradients(self, stage: int) -> list[StateFigures]:
         """States that get their first gradient of the step from this stage."""

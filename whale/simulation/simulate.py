@@ -94,6 +94,8 @@ class _Rank:
         }
         self.done_s = 0.0
         """its last action is over"""
+        self.moved_s = 0.0
+        """of transfers from and to the memories of its host, one after the other"""
 
     def note_memory(self, now: float) -> None:
         self.memory += [MemoryPoint(now, *point) for point in self.account.points()]
@@ -178,6 +180,9 @@ class _Simulation:
     def _begin(self, state: _Rank, action: Action, now: float) -> None:
         samples = state.samples[action.micro_batch]
         state.waits_since = now  # until its own end
+        transfers = state.times.transfers(action, state.rank) if samples else None
+        if transfers is not None:
+            state.moved_s += self.factor * transfers.moved_s(samples)
         state.account.start(action, samples)
         state.note_memory(now)
         heapq.heappush(
@@ -273,7 +278,10 @@ class _Simulation:
             there = max(state.done_s, self.reduced_at.get(state.rank, 0.0))
             state.events.append(Event(ALL_REDUCE, state.done_s, there))
         all_there = max(state.events[-1].end_s for state in self.ranks)
-        update_s = [self.factor * seconds for seconds in self.figures.update_s]
+        update_s = [
+            self.factor * (seconds + self._update_elsewhere_s(state))
+            for seconds, state in zip(self.figures.update_s, self.ranks, strict=True)
+        ]
         devices = []
         for state in self.ranks:
             state.events.append(Event(UPDATE, all_there, all_there + update_s[state.rank]))
@@ -288,9 +296,24 @@ class _Simulation:
                     memory=tuple(state.memory),
                     peak_bytes=state.account.peak,
                     memory_bytes=self.figures.memory_bytes[state.rank],
+                    away=state.account.away,
+                    moved_s=state.moved_s,
                 )
             )
         step_s = all_there + max(update_s)
         return Timeline(
             tuple(devices), tuple(self.links.messages), all_there, step_s, self.plan.batch_size
         )
+
+    def _update_elsewhere_s(self, state: _Rank) -> float:
+        """Seconds of the update of what has its optimizer state elsewhere, as far as nothing hides
+        them.
+        """
+        away = state.account.away
+        if away is None:
+            return 0.0
+        if not (self.plan.updates_ahead and self.figures.overlaps):
+            return away.update.seconds(self.figures.overlaps)
+        first = [event.seconds for event in state.events if event.name[0] == "F"][:1]
+        last = [event.seconds for event in state.events if event.name[0] in "BW"][-1:]
+        return away.update.exposed_s(sum(last) / self.factor, sum(first) / self.factor)

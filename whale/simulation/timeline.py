@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from whale.plans.away import AwayFigures
 from whale.simulation.communication import TimedMessage
 
 ALL_REDUCE = "all-reduce"
@@ -63,6 +64,10 @@ class DeviceTimeline:
     """class of memory -> bytes at the fullest moment"""
     memory_bytes: int
     """capacity of the device; 0: not known"""
+    away: AwayFigures | None = None
+    """what this rank has in the memories of its host; None: nothing"""
+    moved_s: float = 0.0
+    """seconds of its transfers from and to them in forwards and backwards, one after the other"""
 
     @cached_property
     def compute_s(self) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from whale.plans.away import AwayFigures, Transfers
 from whale.plans.figures import Figures, Seconds
 from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
@@ -80,14 +81,40 @@ class Times:
         seconds = self._of_kind[action.stage][kind][action.kind].of(num_samples)
         if action.kind in ENDS_BACKWARD and action != self._first_of_stage[action.stage]:
             seconds += self.figures.stages[action.stage].times[kind].accumulate.of(num_samples)
-        messages = self._messages_of_blocks(action.stage, action.kind, rank)
-        if not messages or not num_samples:
+        if not num_samples:
             return seconds
-        message_s, num_blocks = messages
-        if not self.figures.overlaps:
-            return seconds + message_s
-        # all but one block come or go under the work on another one
-        return max(seconds, message_s) + message_s / num_blocks
+        messages = self._messages_of_blocks(action.stage, action.kind, rank)
+        if messages is not None:
+            message_s, num_blocks = messages
+            if not self.figures.overlaps:
+                seconds += message_s
+            else:
+                # all but one block come or go under the work on another one
+                seconds = max(seconds, message_s) + message_s / num_blocks
+        return self._with_transfers(seconds, action, rank, num_samples)
+
+    def _with_transfers(
+        self, seconds: float, action: Action, rank: int, num_samples: float
+    ) -> float:
+        """Seconds of an action with what moves from and to the memories of the host."""
+        transfers = self.transfers(action, rank)
+        if transfers is None:
+            return seconds
+        return transfers.longest_s(seconds, num_samples, self.figures.overlaps)
+
+    def transfers(self, action: Action, rank: int) -> Transfers | None:
+        """What an action moves from and to the memories of the host of this rank."""
+        if not self.figures.away or action.kind is Kind.WEIGHT:
+            return None
+        away = self._away_of_rank.get(rank)
+        if away is None or action.stage not in away.stages:
+            return None
+        own = away.forward if action.kind is Kind.FORWARD else away.backward
+        return own[away.stages.index(action.stage)]
+
+    @cached_property
+    def _away_of_rank(self) -> dict[int, AwayFigures]:
+        return {rank: each for each in self.figures.away for rank in each.ranks}
 
     def _messages_of_blocks(self, stage: int, kind: Kind, rank: int) -> tuple[float, int] | None:
         """Seconds of the gathers and reduce-scatters inside an action, and of how many blocks; None

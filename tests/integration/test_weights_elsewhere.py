@@ -1,0 +1,111 @@
+"""Weights that are not always here (ZeRO-3, offload), read in ways that are easily missed: by an
+operation with several results of which the loss uses one, and through lists of views.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale as wh
+from tests.exactness import mean_square
+from tests.ranks import run_ranks
+
+WIDTH = 6
+NUM_SAMPLES = 4
+NUM_STEPS = 3
+HOST = {"offload": {"weights": "host"}}
+
+
+class LastState(nn.Module):
+    """Only the state of the recurrent layer is used, not its outputs."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cell = kind(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, state = self.cell(x.unflatten(1, (2, WIDTH)))
+        last = state[0] if isinstance(state, tuple) else state
+        return x + torch.cat([last[0], last[0]], 1)
+
+
+class Packed(nn.Module):
+    """Two matrices in one parameter, taken apart by `unbind` or `chunk`."""
+
+    def __init__(self, factor: int, by_chunk: bool) -> None:
+        super().__init__()
+        self.by_chunk = by_chunk
+        inner = factor * 2 * WIDTH
+        shape = (2 * 2 * WIDTH, inner) if by_chunk else (2, 2 * WIDTH, inner)
+        self.weight = nn.Parameter(0.05 * torch.randn(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.weight.chunk(2) if self.by_chunk else self.weight.unbind(0)
+        inner = (x @ first).tanh() * (x @ second)
+        return x + inner.unflatten(1, (-1, 2 * WIDTH)).sum(1)
+
+
+FACTORS = (3, 3, 3, 5, 5, 3, 3, 3)
+"""sizes with which neighbouring layers get the same slot"""
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name in ("unbind", "chunk"):
+        layers: list[nn.Module] = [Packed(factor, name == "chunk") for factor in FACTORS]
+    else:
+        layers = [LastState({"lstm": nn.LSTM, "gru": nn.GRU}[name]) for _ in range(6)]
+    return nn.Sequential(*layers).double()
+
+
+def batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(NUM_SAMPLES, 2 * WIDTH, generator=generator, dtype=torch.float64)
+
+
+def sgd(pairs: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(pairs, lr=0.1)
+
+
+def train(name: str, settings: dict[str, Any]) -> dict[str, Tensor]:
+    wh.init({"strategy": "data", "check_replicas": 0, **settings})
+    engine = wh.parallelize(build(name), batch(0), optimizer=sgd, loss=mean_square)
+    for step in range(NUM_STEPS):
+        engine.step(batch(step))
+    state = engine.full_state_dict()
+    engine.close()
+    return state
+
+
+def train_locally(name: str) -> dict[str, Tensor]:
+    model = build(name)
+    optimizer = sgd(model.named_parameters())
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        mean_square(model(batch(step)), batch(step)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "settings"),
+    [
+        ("lstm", 1, HOST),
+        ("unbind", 2, {"zero": 3}),
+        ("chunk", 1, HOST),
+        pytest.param("gru", 2, {"zero": 3}, marks=pytest.mark.slow),
+        pytest.param("unbind", 1, {"offload": {"weights": "disk"}}, marks=pytest.mark.slow),
+        pytest.param("chunk", 2, {"zero": 3, "recompute": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_backward_finds_its_weights(
+    name: str, num_ranks: int, settings: dict[str, Any], tmp_path: Any
+) -> None:
+    settings = {**settings, "run_folder": str(tmp_path)}
+    state = run_ranks(train, num_ranks, name, settings)[0]
+    for key, value in train_locally(name).items():
+        torch.testing.assert_close(state[key], value, rtol=1e-10, atol=1e-10)
