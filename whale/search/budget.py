@@ -18,6 +18,8 @@ class Budget:
     cut_moves: int = 200
     """estimates of moved cuts, for each candidate that is drafted"""
     drafts: int = 8
+    waves: int = 3
+    """candidates with several stages on each group of devices that are drafted"""
     unlike: int = 2
     """candidates of replicas that are not alike that are drafted"""
     smaller: int = 2
@@ -48,6 +50,7 @@ class Budget:
                 estimates=min(estimates, 120),
                 cut_moves=60,
                 drafts=5,
+                waves=1,
                 unlike=1,
                 smaller=1,
                 split=1,
@@ -60,6 +63,7 @@ class Budget:
                 estimates=estimates,
                 cut_moves=40,
                 drafts=2,
+                waves=0,
                 unlike=1,
                 smaller=1,
                 split=1,

@@ -100,7 +100,10 @@ class Search:
         try:
             for seed in self.seeds:
                 self.draft(seed)
-            self.draft_best(self.estimated(self.points(), self.estimator))
+            self.draft_best(self.estimated(self.points(), self.estimator), self.budget.drafts)
+            if self.budget.waves:
+                waves = self.estimated(self.points(in_waves=True), self.estimator)
+                self.draft_best(waves, self.budget.waves)
             draft_split(self)
             draft_tensor_groups(self)
             draft_zero(self)
@@ -163,8 +166,12 @@ class Search:
         ranks: tuple[int, ...] | None = None,
         num_samples: int | None = None,
         estimator: Estimator | None = None,
+        in_waves: bool = False,
     ) -> Iterator[Point]:
-        """Points on all devices, or on these; for the whole mini-batch, or for so many samples."""
+        """Points on all devices, or on these; for the whole mini-batch, or for so many samples.
+        `in_waves`: with more stages on each group of devices than there must be, else with the
+        fewest. Estimates think too well of waves, so they do not compete with other points.
+        """
         most_wide = self.most_wide
         estimator = estimator or self.estimator
         batch_size = num_samples or self.problem.batch_size
@@ -174,7 +181,8 @@ class Search:
             if not estimator.can_hold(shape):
                 self._note_too_large(shape)
                 continue
-            for chunks in self.settings.chunk_counts(shape.num_stages):
+            counts = self.settings.chunk_counts(shape.num_stages)
+            for chunks in counts[1:] if in_waves else counts[:1]:
                 if shape.num_stages * chunks > self.outline.num_segments:
                     continue
                 for count in self.settings.micro_batches(batch_size // shape.widest):
@@ -239,20 +247,20 @@ class Search:
             self.moved[key] = self.moved[better, memory.zero] = better
         return self.moved[key]
 
-    def draft_best(self, estimates: list[Estimate]) -> None:
+    def draft_best(self, estimates: list[Estimate], most: int) -> None:
         """Drafts the best estimates, not twice the same shape with nearly as many micro-batches."""
-        number_moved = LOOKED_AT * self.budget.drafts
+        number_moved = LOOKED_AT * most
         moved = [self.with_best_cuts(each) for each in estimates[:number_moved]]
         ordered = sorted(moved, key=lambda each: each.step_s) + estimates[number_moved:]
         for number, estimate in enumerate(ordered, start=1):
             best = self.best
             if best is not None:
                 is_slower = number > SURE_DRAFTS and estimate.step_s > MUCH * best.score_s
-                if number > self.budget.drafts or is_slower or self._is_hopeless(estimate, best):
+                if number > most or is_slower or self._is_hopeless(estimate, best):
                     break
-            elif number > MOST_REFUSED * self.budget.drafts:
+            elif number > MOST_REFUSED * most:
                 break
-            self.report("plans", number, self.budget.drafts)
+            self.report("plans", number, most)
             self.draft(self.candidate_of(estimate))
 
     def _is_hopeless(self, estimate: Estimate, best: Drafted) -> bool:
