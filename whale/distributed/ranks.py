@@ -106,8 +106,6 @@ class Ranks:
         # comes first and says which rank stood where
         longer = datetime.timedelta() if backend.has_tags else LATER_THAN_THE_WATCH
         timeout = self.timeout + longer
-        if not backend.has_tags:
-            self.device.synchronise()  # a group is split off that of all ranks, which must be idle
         return dist.new_group(members, timeout=timeout, backend=backend.name, sort_ranks=False)
 
     def group(self, ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup | None:
