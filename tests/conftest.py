@@ -39,8 +39,9 @@ TAKEN_IN_TURNS = {
     "integration/test_exactness.py::test_trains_like_local": 2,
     "integration/test_exactness.py::test_trains_like_local_with_unlike_replicas": 3,
     "integration/test_waves.py::test_trains_like_local": 2,
-    "integration/test_lengths.py::test_one_capture_trains_every_length_like_local": 2,
+    "integration/test_lengths.py::test_one_capture_trains_every_length_like_local": 3,
     "integration/test_zero.py::test_tied_weights_train_like_local": 2,
+    "integration/test_unlike_training.py::test_trains_like_local_and_resumes_under_another_layout": 2,
     "integration/test_resume.py::test_resume_is_exact": 2,
     "integration/test_split_recompute.py::test_less_memory_is_exact_and_sends_more": 2,
     "integration/test_emulation.py::test_an_over_full_device_fails_as_a_real_one_would": 2,
@@ -57,6 +58,7 @@ LATER = (
     "integration/test_local_model.py::test_stages",
     "integration/test_examples.py::test_quickstart_on_two_hosts",
     "integration/test_split_experts.py::test_unmodified_mixtral_in_float32",
+    "faults/test_faults.py::test_four_faults_in_one_job",
     "faults/test_faults.py::test_a_fault_in_replicas_that_are_not_alike_is_named",
 )
 """long tests whose subject others show as well: `make test-all` only"""
