@@ -18,6 +18,7 @@ from whale.planning.balance import explain_shares
 from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions
 from whale.planning.drafts import Draft
 from whale.planning.offload_account import Homes, StepLoad, with_homes
+from whale.planning.offload_figures import with_offload
 from whale.planning.offload_text import offload_decisions
 from whale.planning.pricing import figures_of
 from whale.planning.problem import Problem, layer_times_decision, precision_decision
@@ -117,7 +118,7 @@ def _with_homes(problem: Problem, draft: Draft, plan: Plan) -> Plan:
         blocks=tuple(placed),
         templates=(template,),
         folders=_folders(problem, homes),
-        figures=account.figures(plan.figures, draft.device_loads, step),
+        figures=with_offload(plan.figures, account, draft.device_loads, step),
     )
 
 

@@ -1,5 +1,5 @@
 """The account of what is at home outside of the devices: how much of it each memory holds, what stays
-on the devices, what moves in a step, and where the optimizer runs.
+on the devices, and where the optimizer runs. What moves in a step: `offload_figures.py`.
 
 With own parts of blocks of W bytes of weights (trained: T) on a rank, states of r T:
 
@@ -14,71 +14,28 @@ updated there: they need neither go out nor in for (1). CPU ranks update states 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
-from whale.cluster.cluster import Cluster, Memories
+from whale.cluster.cluster import Cluster
 from whale.planning.balance import DeviceLoads
 from whale.planning.offload import Offload
+from whale.planning.offload_groups import Group, Part, groups_of
 from whale.planning.split import Split
 from whale.planning.workload import Workload
 from whale.planning.zero import ZeroChoice
-from whale.plans.away import (
-    AwayFigures,
-    Held,
-    StageActivations,
-    Traffic,
-    Transfers,
-    UpdateTimes,
-)
+from whale.plans.away import StageActivations, UpdateTimes
 from whale.plans.blocks import STATES, WEIGHTS_TOO, Block, Memory, slots_of
-from whale.plans.figures import Figures
 from whale.plans.plan import DeviceMemory
-from whale.scheduling.memory import NOTHING
-from whale.simulation.memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS
+from whale.simulation.memory import GRADIENTS, OPTIMIZER, WEIGHTS
 from whale.units import human_bytes
 
 UPDATE_PASSES = 3
 """weights are read and written, gradients read; states are read and written besides"""
 PRIORITY = ("weights", "activations", "gradients", "optimizer")
 """what gets the memory of the host first where disks must help: what moves most often"""
-CLASS_OF = {
-    "weights": WEIGHTS,
-    "activations": ACTIVATIONS,
-    "gradients": GRADIENTS,
-    "optimizer": OPTIMIZER,
-}
 ROUNDING = 1e-9
-
-
-class Part(NamedTuple):
-    """Bytes of one rank's part of a block."""
-
-    weights: float
-    trained: float
-    alone: float
-    """of the trained ones those whose gradients no other rank has, so that they may leave"""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Ranks that have the same blocks."""
-
-    ranks: tuple[int, ...]
-    stages: tuple[int, ...]
-    blocks: tuple[tuple[str, ...], ...]
-    sizes: tuple[Part, ...]
-    """of the blocks: whole, or on a grid those of the place that holds most"""
-    stages_of: tuple[frozenset[int], ...]
-    """of each block: the stages that use it"""
-    is_grid: bool
-
-    def parts(self, fraction: float) -> list[Part]:
-        """Parts of the blocks on a rank that holds this fraction of them."""
-        share = 1.0 if self.is_grid else fraction
-        return [Part(*(share * number for number in size)) for size in self.sizes]
 
 
 @dataclass(frozen=True)
@@ -97,59 +54,7 @@ class OffloadAccount:
 
     @cached_property
     def groups(self) -> list[Group]:
-        return [
-            self._group(device.index, device.grid is not None)
-            for device in self.zero.sharing.virtual_devices
-            if device.grid is not None or device in self.zero.sharing.groups
-        ]
-
-    def _group(self, index: int, is_grid: bool) -> Group:
-        sharing = self.zero.sharing
-        device = sharing.virtual_devices[index]
-        own = {stage for stage, at in enumerate(sharing.device_of_stage) if at == index}
-        cut = self.split.cut_names if is_grid else None
-        blocks = []
-        for layer in sharing.layers(device):
-            names = tuple(name for name in layer if cut is None or name in cut)
-            if names:
-                blocks.append(names)
-        return Group(
-            ranks=tuple(sorted(device.all_ranks)),
-            stages=tuple(sorted(own)),
-            blocks=tuple(blocks),
-            sizes=tuple(self._size(names, own, is_grid) for names in blocks),
-            stages_of=tuple(
-                frozenset(stage for name in names for stage in sharing.holders[name]) & own
-                for names in blocks
-            ),
-            is_grid=is_grid,
-        )
-
-    def _size(self, names: Sequence[str], stages: set[int], is_grid: bool) -> Part:
-        states = self.workload.captured.state
-        weights = trained = alone = 0.0
-        for name in names:
-            number = float(states[name].num_bytes)
-            is_shared = False
-            if is_grid:
-                number, is_shared = self._on_grid(name, stages)
-            weights += number
-            if states[name].trainable:
-                trained += number
-                alone += 0.0 if is_shared else number
-        return Part(weights, trained, alone)
-
-    def _on_grid(self, name: str, stages: set[int]) -> tuple[float, bool]:
-        """Bytes of a parameter on the device of a grid that holds most of it, and whether others
-        hold the same.
-        """
-        stage = next(each for each in sorted(stages) if name in self.split.shardings[each].stored)
-        sharding = self.split.shardings[stage]
-        layout = sharding.stored[name]
-        item = self.workload.captured.state[name].dtype.itemsize
-        is_shared = self.split.placement.num_replicas > 1
-        is_shared |= len(layout.same_places(sharding.grid, 0)) > 1
-        return float(item * layout.largest_count(sharding.grid)), is_shared
+        return groups_of(self.zero.sharing, self.split, self.workload)
 
     # ---- homes
 
@@ -183,7 +88,7 @@ class OffloadAccount:
                 stage_home = self._place(stage_home, needed, used)
                 continue
             for number, group in enumerate(self.groups):
-                shares = self._shares(group, devices)
+                shares = self.shares(group, devices)
                 per_host = self._by_host(shares)
                 homes: list[Memory] = []
                 for size in group.sizes:
@@ -193,7 +98,7 @@ class OffloadAccount:
                 found[number, what] = homes
         return Homes(found, stage_home, used)
 
-    def _shares(self, group: Group, devices: DeviceLoads) -> dict[int, float]:
+    def shares(self, group: Group, devices: DeviceLoads) -> dict[int, float]:
         """By rank: the fraction of the sizes of a group that it holds."""
         if group.is_grid:
             return dict.fromkeys(group.ranks, 1.0)
@@ -205,7 +110,7 @@ class OffloadAccount:
             return size.weights
         if what == "gradients":
             return size.alone
-        return (ratio + self._copied_weights + self._copied_gradients) * size.trained
+        return (ratio + self.copied_weights + self.copied_gradients) * size.trained
 
     def _by_host(self, by_rank: Mapping[int, float]) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -257,7 +162,7 @@ class OffloadAccount:
         homes = self.homes(devices, activations)
         memory = list(devices.memory)
         for number, group in enumerate(self.groups):
-            for rank, share in self._shares(group, devices).items():
+            for rank, share in self.shares(group, devices).items():
                 parts = group.parts(share)
                 memory[rank] = self._on_device(memory[rank], homes, number, parts)
         shortage = self._refusal or self.shortage(homes)
@@ -296,7 +201,7 @@ class OffloadAccount:
     def _on_device(
         self, memory: DeviceMemory, homes: Homes, group: int, parts: Sequence[Part]
     ) -> DeviceMemory:
-        absent, pool = self._absent(homes, group, parts)
+        absent, pool = self.absent(homes, group, parts)
         on_host = self.updated_on == "host"
         update_bytes = memory.update_bytes
         if on_host and all(home != "device" for home in homes.of[group, "optimizer"]):
@@ -310,7 +215,7 @@ class OffloadAccount:
             update_bytes=update_bytes,
         )
 
-    def _absent(
+    def absent(
         self, homes: Homes, group: int, parts: Sequence[Part]
     ) -> tuple[dict[str, float], float]:
         """(bytes of every class that the device does not hold, its buffers for what comes and
@@ -377,7 +282,7 @@ class OffloadAccount:
                             ("optimizer", self.zero.ratio * trained),
                         )
                     }
-                    update = self._update(rank, classes, trained, len(parts), where)
+                    update = self.update_times(rank, classes, trained, len(parts), where)
                     slowest = max(slowest, update.seconds())
             times[where] = slowest
         return min(times, key=lambda where: times[where])
@@ -399,7 +304,7 @@ class OffloadAccount:
             and all(self.cluster.memories_of(host).memory for host in self.cluster.hosts)
         )
 
-    def _update(
+    def update_times(
         self,
         rank: int,
         classes: Mapping[str, Mapping[Memory, float]],
@@ -458,201 +363,16 @@ class OffloadAccount:
                 )
         return found
 
-    def figures(self, figures: Figures, devices: DeviceLoads, step: StepLoad) -> Figures:
-        """The figures of a plan with what is at home elsewhere. `figures`: as if activations were
-        on the devices, and blocks on those that ZeRO gives them to.
-        """
-        activations = self.activation_bytes(step.activations, step.in_flight, step.shares)
-        homes = self.homes(devices, activations)
-        made: dict[object, AwayFigures] = {}
-        update_s = list(figures.update_s)
-        for number, group in enumerate(self.groups):
-            for rank, share in self._shares(group, devices).items():
-                device = self.cluster.devices[rank]
-                key = (
-                    number,
-                    share,
-                    replace(self.cluster.memories_of(device.host), host=""),
-                    self.num_ranks[device.host],
-                    device.kind,
-                    step.shares[rank],
-                )
-                if key not in made:
-                    made[key] = self._of_rank(rank, number, share, homes, step)
-                one = made[key]
-                made[key] = replace(one, ranks=(*one.ranks, rank))
-                update_s[rank] *= self._rest(group, one, devices.memory[rank])
-        stages = list(figures.stages)
-        for number, stage_activations in enumerate(step.activations):
-            here = stage_activations.resident(stages[number].memory)
-            stages[number] = replace(stages[number], memory=here)
-        return replace(
-            figures, stages=tuple(stages), update_s=tuple(update_s), away=tuple(made.values())
-        )
-
-    def _rest(self, group: Group, one: AwayFigures, memory: DeviceMemory) -> float:
-        """The part of a rank's parameters that it updates as if nothing were elsewhere."""
-        if not any(one.absent.values()):
-            return 1.0
-        if not group.is_grid:
-            return 0.0
-        total = memory.gradient_bytes + one.absent[GRADIENTS]
-        trained = sum(part.trained for part in group.sizes)
-        return max(0.0, 1 - trained / total) if total else 0.0
-
-    def _of_rank(
-        self,
-        rank: int,
-        number: int,
-        share: float,
-        homes: Homes,
-        step: StepLoad,
-    ) -> AwayFigures:
-        group = self.groups[number]
-        parts = group.parts(share)
-        host = self.cluster.devices[rank].host
-        rates = _Rates(self.cluster.memories_of(host), self.num_ranks[host])
-        absent, pool = self._absent(homes, number, parts)
-        classes = self._by_memory(homes, number, parts)
-        trained = sum(part.trained for part in parts)
-        update = UpdateTimes()
-        if any(absent.values()):
-            update = self._update(rank, classes, trained, len(parts), self.updated_on)
-        own_step = replace(step, shares=(step.shares[rank],))
-        forward, backward = self._transfers(homes, number, parts, own_step, rates)
-        return AwayFigures(
-            ranks=(),
-            held=tuple(self._held(homes, classes, trained, rank, step)),
-            absent=absent,
-            pool_bytes=pool,
-            stages=group.stages,
-            forward=tuple(forward),
-            backward=tuple(backward),
-            update=update,
-            updated_on=self.updated_on,
-            traffic=tuple(self._traffic(homes, group, classes, rank, step)),
-        )
-
-    def _by_memory(
-        self, homes: Homes, group: int, parts: Sequence[Part]
-    ) -> dict[str, dict[Memory, float]]:
-        """Class -> memory -> bytes of this rank's parts of blocks."""
-        found: dict[str, dict[Memory, float]] = {}
-        for what in ("weights", "gradients", "optimizer"):
-            own: dict[Memory, float] = {}
-            for home, part in zip(homes.of[group, what], parts, strict=True):
-                number = part.weights if what == "weights" else part.trained
-                if what == "optimizer":
-                    number *= self.zero.ratio
-                if what == "gradients" and home != "device":
-                    own["device"] = own.get("device", 0.0) + part.trained - part.alone
-                    number = part.alone
-                own[home] = own.get(home, 0.0) + number
-            found[what] = own
-        return found
-
-    def _transfers(
-        self,
-        homes: Homes,
-        number: int,
-        parts: Sequence[Part],
-        step: StepLoad,
-        rates: _Rates,
-    ) -> tuple[list[Transfers], list[Transfers]]:
-        """What the forwards and backwards of every stage move. `step`: with the share of this rank
-        alone.
-        """
-        group = self.groups[number]
-        forward = []
-        backward = []
-        for stage in group.stages:
-            own = [block for block, stages in enumerate(group.stages_of) if stage in stages]
-            weights_s = sum(
-                parts[block].weights * rates.in_s(homes.of[number, "weights"][block])
-                for block in own
-            )
-            gradients_s = sum(
-                parts[block].alone * rates.out_s(homes.of[number, "gradients"][block])
-                for block in own
-            )
-            out_s = rates.out_s(homes.activations)
-            in_s = rates.in_s(homes.activations)
-            size = NOTHING
-            pieces = [len(own)] if weights_s or gradients_s else []
-            if step.activations:
-                size = step.activations[stage].moved
-                pieces.append(step.activations[stage].num_pieces(step.shares[0]))
-            count = max(1, min(pieces, default=1))
-            forward.append(
-                Transfers(
-                    weights_s, size.fixed_bytes * out_s, 0.0, size.sample_bytes * out_s, count
-                )
-            )
-            in_again = weights_s + size.fixed_bytes * in_s
-            backward.append(Transfers(in_again, gradients_s, size.sample_bytes * in_s, 0.0, count))
-        return forward, backward
-
-    def _held(
-        self,
-        homes: Homes,
-        classes: Mapping[str, Mapping[Memory, float]],
-        trained: float,
-        rank: int,
-        step: StepLoad,
-    ) -> Iterator[Held]:
-        for what, own in classes.items():
-            for memory, number in own.items():
-                if memory != "device" and number:
-                    yield Held(CLASS_OF[what], memory, number)
-        if self._copied_weights and trained:
-            yield Held(WEIGHTS, "host", trained)
-        if self._copied_gradients and trained:
-            yield Held(GRADIENTS, "host", trained)
-        by_rank = self.activation_bytes(step.activations, step.in_flight, step.shares)
-        if by_rank.get(rank):
-            yield Held(ACTIVATIONS, homes.activations, by_rank[rank])
-
     @property
-    def _copied_weights(self) -> bool:
+    def copied_weights(self) -> bool:
         """Whether the host has a copy of weights that are at home on the device: to update it."""
         is_on_host = self.on_accelerators and self.updated_on == "host"
         return is_on_host and self.offload.weights == "device"
 
     @property
-    def _copied_gradients(self) -> bool:
+    def copied_gradients(self) -> bool:
         """Whether it has their gradients for the update."""
-        return self._copied_weights and self.offload.gradients == "device"
-
-    def _traffic(
-        self,
-        homes: Homes,
-        group: Group,
-        classes: Mapping[str, Mapping[Memory, float]],
-        rank: int,
-        step: StepLoad,
-    ) -> Iterator[Traffic]:
-        """Bytes of a step by class and memory."""
-        times = step.num_micro_batch
-        is_updated = self.offload.has_blocks
-        on_device = is_updated and self.updated_on == "device"
-        for memory, number in classes["weights"].items():
-            if memory != "device" and number:
-                yield Traffic(WEIGHTS, memory, (2 * times + on_device) * number, on_device * number)
-            elif self._copied_weights and number:
-                yield Traffic(WEIGHTS, "host", number, 0.0)
-        for memory, number in classes["gradients"].items():
-            if memory != "device" and number:
-                yield Traffic(GRADIENTS, memory, on_device * number, times * number)
-            elif self._copied_gradients and number:
-                yield Traffic(GRADIENTS, "host", 0.0, number)
-        for memory, number in classes["optimizer"].items():
-            if memory != "device" and number and (on_device or memory == "disk"):
-                yield Traffic(OPTIMIZER, memory, number, number)
-        if homes.activations != "device":
-            number = sum(
-                step.activations[stage].moved.of(step.shares[rank]) for stage in group.stages
-            )
-            yield Traffic(ACTIVATIONS, homes.activations, times * number, times * number)
+        return self.copied_weights and self.offload.gradients == "device"
 
 
 @dataclass(frozen=True)
@@ -677,20 +397,6 @@ class Homes:
     activations: Memory
     used: Mapping[tuple[str, Memory], float]
     """(host, memory) -> bytes"""
-
-
-@dataclass(frozen=True)
-class _Rates:
-    """Seconds for each byte between a device and the memories of its host."""
-
-    memories: Memories
-    num_ranks: int
-
-    def in_s(self, memory: Memory) -> float:
-        return 0.0 if memory == "device" else 1 / self.memories.rates(memory, self.num_ranks)[0]
-
-    def out_s(self, memory: Memory) -> float:
-        return 0.0 if memory == "device" else 1 / self.memories.rates(memory, self.num_ranks)[1]
 
 
 def with_homes(blocks: Sequence[Block], account: OffloadAccount, homes: Homes) -> list[Block]:
