@@ -24,6 +24,7 @@ sys.path.insert(
 )  # `python benchmarks/largest_model.py` finds its neighbours, too
 
 import whale as wh
+from benchmarks.gpt_layer import Layer
 from benchmarks.side_by_side import Claim, report
 from whale.cluster.cluster import (
     ETHERNET_50G,
@@ -50,27 +51,6 @@ TARGET = 1.3
 LIMIT_S = 240.0
 
 
-class Layer(nn.Module):
-    """A pre-norm transformer layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.norm_mlp = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        qkv = self.qkv(self.norm(x)).view(batch, length, 3, NUM_HEADS, WIDTH // NUM_HEADS)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
-
-
 class Gpt(nn.Module):
     """Words in, the loss of the next word out; the embedding is tied."""
 
@@ -78,7 +58,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.words = nn.Embedding(NUM_WORDS, WIDTH)
         self.places = nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.layers = nn.ModuleList(Layer(WIDTH, NUM_HEADS) for _ in range(num_layers))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, NUM_WORDS, bias=False)
         self.head.weight = self.words.weight

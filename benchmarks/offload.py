@@ -26,6 +26,7 @@ sys.path.insert(
 )  # `python benchmarks/offload.py` finds its neighbours, too
 
 import whale as wh
+from benchmarks.gpt_layer import Layer
 from benchmarks.side_by_side import Claim, report
 from whale.cluster.cluster import Cluster, HostMemory
 from whale.cluster.kinds import GIGA
@@ -41,27 +42,6 @@ HOST = HostMemory(512 * GIGA, 100 * GIGA, 12 * GIGA, 48 * GIGA)
 """two sockets with six channels of DDR4-2666 each reach about so much in copies"""
 
 
-class Layer(nn.Module):
-    """A pre-norm transformer layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.norm_mlp = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        qkv = self.qkv(self.norm(x)).view(batch, length, 3, NUM_HEADS, WIDTH // NUM_HEADS)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
-
-
 class Gpt(nn.Module):
     """Words in, the loss of the next word out."""
 
@@ -69,7 +49,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.words = nn.Embedding(NUM_WORDS, WIDTH)
         self.places = nn.Embedding(length, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(NUM_LAYERS))
+        self.layers = nn.ModuleList(Layer(WIDTH, NUM_HEADS) for _ in range(NUM_LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
