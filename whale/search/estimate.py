@@ -182,13 +182,13 @@ class Estimator:
         """
         if self.zero:
             return True  # by how much it is too large depends on the cut
-        room = 0.0
+        memory_bytes = 0.0
         is_shared = True
         for groups in zip(*shape.replicas, strict=True):
             memories = [self._kinds[rank].memory_bytes for ranks in groups for rank in ranks]
             is_shared = is_shared and len(memories) > 1
-            room += min(memory or math.inf for memory in memories)
-        return self._static[is_shared][-1] <= room
+            memory_bytes += min(memory or math.inf for memory in memories)
+        return self._static[is_shared][-1] <= memory_bytes
 
     # ---- estimate
 
@@ -328,20 +328,20 @@ class Estimator:
         for free, samples, held in stage.devices:
             if held not in static_bytes:
                 static_bytes[held] = self._static_bytes(stage, start, end, held)
-            room = free - static_bytes[held]
+            left_bytes = free - static_bytes[held]
             saved = fixed[end] - fixed[start] + samples * (per_sample[end] - per_sample[start])
-            if room >= in_flight * saved and part == 0.0:
+            if left_bytes >= in_flight * saved and part == 0.0:
                 continue
-            if self.recompute is False or room <= 0:
+            if self.recompute is False or left_bytes <= 0:
                 return math.inf
             # regions are recomputed one after the other: each saves what enters it
             entering = max(1.0, in_flight * samples * crossing)
             regions = min(max(1.0, math.sqrt(saved / entering)), MOST_REGIONS, end - start)
             least = regions * entering + saved / regions
-            if least > room:
+            if least > left_bytes:
                 return math.inf
             spare = in_flight * saved - least
-            needed = (in_flight * saved - room) / spare if spare > 0 else 0.0
+            needed = (in_flight * saved - left_bytes) / spare if spare > 0 else 0.0
             part = max(part, min(1.0, needed))
         return part
 
