@@ -1,3 +1,3 @@
-"""One script for each claim of DESIGN section 7. `python benchmarks/dp_vs_ddp.py` prints progress
+"""One script for each claim. `python benchmarks/dp_vs_ddp.py` prints progress
 and, last, one JSON line.
 """

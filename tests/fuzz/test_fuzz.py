@@ -1,4 +1,4 @@
-"""Random models under random plans train like local PyTorch (DESIGN rule 1).
+"""Random models under random plans train like local PyTorch.
 
 A refusal (ValueError) is an answer, too; another error or other numbers are a find, printed with
 its seed and the model's source. `python -m tests.fuzz.running --start SEED --count 1` runs one seed

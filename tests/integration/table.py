@@ -1,5 +1,5 @@
 """The exactness table: every model of `tests/zoo.py` under every plan below must train like local
-PyTorch (DESIGN rule 1).
+PyTorch.
 """
 
 from __future__ import annotations

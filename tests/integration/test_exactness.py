@@ -1,4 +1,4 @@
-"""Same loss, gradients and weights as local training, whatever the plan (DESIGN rule 1)."""
+"""Same loss, gradients and weights as local training, whatever the plan."""
 
 from __future__ import annotations
 

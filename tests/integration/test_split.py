@@ -1,5 +1,5 @@
-"""`split` trains like local PyTorch: loss, all gradients, weights after three steps (DESIGN rule
-1), on grids of every shape.
+"""`split` trains like local PyTorch: loss, all gradients, weights after three steps, on grids of every
+shape.
 """
 
 from __future__ import annotations

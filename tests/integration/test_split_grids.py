@@ -1,4 +1,4 @@
-"""`split` is exact (DESIGN rule 1) for every kind of model on every grid: the table of models x
+"""`split` is exact for every kind of model on every grid: the table of models x
 factorisations of the number of devices.
 
 All sizes are such that most numbers of devices do not divide them: heads, classes, experts,

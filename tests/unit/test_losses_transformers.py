@@ -20,7 +20,7 @@ from whale.capture.samples import SampleFlow
 
 class Float64(TorchFunctionMode):
     """Turns casts to float32 inside models into casts to float64, so that exactness can be measured
-    (DESIGN rule 1).
+    .
     """
 
     def __torch_function__(

@@ -2,7 +2,7 @@
 
     loss = sum over terms of   numerator(samples) / denominators(whole mini-batch)
 
-(DESIGN section 6, docs/internals.md section 2). `SampleFlow` (capture/samples.py) proves that the
+(docs/internals.md section 2). `SampleFlow` (capture/samples.py) proves that the
 loss is linear in sums and means over the samples. `rewrite_loss` then changes the graph:
 
 1. lift      a value that depends on the inputs of all samples becomes a placeholder `whole_k`

@@ -272,8 +272,8 @@ def bincount_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
 def batch_norm_state(
     flow: SampleFlow, node: Node, args: dict[str, Any]
 ) -> State | tuple[State, ...]:
-    """Statistics over the samples are a defined exception (DESIGN section 6): the result counts as
-    per sample.
+    """Statistics over the samples are a defined exception (docs/internals.md): the result counts
+    as per sample.
     """
     state = flow.of(args["input"])
     if not isinstance(state, PerSample) or state.dim == 1:

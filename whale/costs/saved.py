@@ -104,7 +104,7 @@ class Saved:
 
 def saved_for_backward(captured: CapturedGraph, batch_size: int) -> Saved:
     """Follows the storages of the captured graph for a batch of that size."""
-    watch = _Watch(captured, batch_size)
+    watch = _StorageWalk(captured, batch_size)
     effects = _Effects()
     values: dict[Node, Any] = {}
     with (
@@ -235,7 +235,7 @@ class _Effects:
         )
 
 
-class _Watch:
+class _StorageWalk:
     """Numbers the storages of a graph, and notes who saves them."""
 
     def __init__(self, captured: CapturedGraph, batch_size: int) -> None:

@@ -1,3 +1,3 @@
 """Devices and links that are not there: every action and message takes the time that the cost model
-gives them (DESIGN section 6).
+gives them (docs/emulation.md).
 """

@@ -73,14 +73,14 @@ def take_weights(
     wanted = set(held)
     tensors: dict[str, torch.Tensor] = {}
     replaced: dict[int, torch.Tensor] = {}  # tied tensors stay tied
-    everything = list(named_tensors(model))
-    for name, _, _, tensor in everything:
+    owned = list(named_tensors(model))
+    for name, _, _, tensor in owned:
         if name in wanted:
             own = part(name, tensor)
             tensors[name] = _moved(own, device)
             if own is tensor:
                 replaced[id(tensor)] = tensors[name]
-    for _, owner, leaf, tensor in everything:
+    for _, owner, leaf, tensor in owned:
         if id(tensor) not in replaced:
             replaced[id(tensor)] = _emptied(tensor)
         _store_of(owner, leaf)[leaf] = replaced[id(tensor)]

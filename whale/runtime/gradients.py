@@ -202,10 +202,10 @@ class GradientSynchroniser:
             bucket.waiting -= 1
         for queue in self._queues_of[parameter.name]:
             while queue.num_sent < len(queue.buckets) and queue.next_bucket.waiting == 0:
-                self._close(queue.next_bucket, queue.through_memory[queue.num_sent])
+                self._launch(queue.next_bucket, queue.through_memory[queue.num_sent])
                 queue.num_sent += 1
 
-    def _close(self, bucket: Bucket, through_memory: bool) -> None:
+    def _launch(self, bucket: Bucket, through_memory: bool) -> None:
         """Sends out a bucket whose gradients are final."""
         if not any(unit.name in self._trained for unit in bucket.units):
             return

@@ -37,7 +37,7 @@ from whale.runtime.whole_updates import WholeUpdates
 logger = logging.getLogger("whale")
 
 OptimizerFactory = Callable[[Iterator[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
-Empty = Callable[[], "Tensor | None"]
+CountEmpty = Callable[[], "Tensor | None"]
 """gives the number of denominators of the loss that are zero; None where this rank knows of none"""
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
@@ -221,7 +221,7 @@ class Updater:
         loss: Tensor,
         held: Sequence[Held],
         transport: Transport | None,
-        num_empty: Empty,
+        num_empty: CountEmpty,
         is_scaled: bool,
     ) -> Totals:
         """Loss and squared gradient norm of the whole model, on their way. `loss`: this rank's
@@ -244,7 +244,7 @@ class Updater:
         held: Sequence[Held],
         totals: Totals,
         step: int,
-        num_empty: Empty,
+        num_empty: CountEmpty,
         is_scaled: bool = True,
     ) -> Update:
         """Steps the optimizer, unless this step is to be skipped. `is_scaled`: gradients still have
@@ -266,7 +266,7 @@ class Updater:
                 factor = 1.0 / self.loss_scale.scale if is_scaled else 1.0
                 self.loss_scale.update(math.isfinite(norm))
             if self._is_wrong(loss, norm):
-                self._say(update, *self._find_bad(held, num_empty))
+                self._report_nonfinite(update, *self._find_bad(held, num_empty))
             if self._config.clip_grad_norm is not None:
                 factor *= min(1.0, self._config.clip_grad_norm / (norm + CLIP_EPSILON))
         start = time.perf_counter()
@@ -362,7 +362,9 @@ class Updater:
                 if update.schedule_before is not None and self.optimizer is not None:
                     update.schedule_before.put_back(self.scheduler, self.optimizer)
             values = update.totals.values()
-            self._say(update, self.masked.bad_parameters(values), values[NUM_EMPTY] > 0)
+            self._report_nonfinite(
+                update, self.masked.bad_parameters(values), values[NUM_EMPTY] > 0
+            )
         elif not update.is_left_out and self._schedules_late:
             self._schedule(update.totals)
         update.rate = self.learning_rate
@@ -375,7 +377,7 @@ class Updater:
 
     # ---- numbers that are not finite
 
-    def _find_bad(self, held: Sequence[Held], num_empty: Empty) -> tuple[dict[int, str], bool]:
+    def _find_bad(self, held: Sequence[Held], num_empty: CountEmpty) -> tuple[dict[int, str], bool]:
         """Rank -> a parameter with a gradient that is not finite; and whether a denominator of the
         loss is zero. All ranks call it.
         """
@@ -390,7 +392,7 @@ class Updater:
         places = {rank: name for rank, (name, _) in enumerate(found) if name is not None}
         return places, any(is_empty for _, is_empty in found)
 
-    def _say(self, update: Update, places: Mapping[int, str], is_empty: bool) -> None:
+    def _report_nonfinite(self, update: Update, places: Mapping[int, str], is_empty: bool) -> None:
         """Logs that a step is left out; `stop` raises, on every rank."""
         loss, squared = update.totals.values()[:2]
         where = (

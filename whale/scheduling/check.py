@@ -4,8 +4,8 @@ memory; and how much it has in flight.
 `check` goes from the small to the large, so that each error names one action on one device: first
 each action alone, then what is missing, then the order on each device, then all devices together.
 
-Deadlock. Sends are rendezvous: one is over when its receive was posted. No device waits for a send
-before its update, so devices can only wait for each other at receives, and walking all devices
+Deadlock. A send is over when its receive was posted, but no device waits for that before its update.
+So sends never block, devices can only wait for each other at receives, and walking all devices
 together finds out whether they do. Where a channel has no tags (between GPUs), a message also waits
 for those before it in its channel: `require_channel_order` asks that both ends list them in the
 same order, so that the ones before were received before, and nothing new is waited for.
@@ -71,7 +71,7 @@ def check(
     _check_complete(schedule, forward_only)
     for device, order in enumerate(schedule.orders):
         _check_order(schedule, device, order)
-    start_times(schedule, {})
+    _check_deadlock(schedule)
     late = _first_out_of_channel_order(schedule)
     if late is not None and require_channel_order:
         raise ScheduleError(late)
@@ -289,6 +289,13 @@ def _needs(schedule: Schedule, action: Action) -> Iterator[tuple[Action, str]]:
 # ---- free of deadlock: all devices together
 
 
+def _check_deadlock(schedule: Schedule) -> None:
+    """Raises `ScheduleError` when devices wait for each other. Whether they do does not depend on
+    how long actions take.
+    """
+    start_times(schedule, {})
+
+
 def start_times(
     schedule: Schedule, duration: Mapping[Kind, float]
 ) -> tuple[tuple[float, ...], ...]:
@@ -296,8 +303,7 @@ def start_times(
     kinds without a duration take no time.
 
     A receive waits until its send was issued; a send never waits. Raises `ScheduleError` when the
-    devices wait for each other. Whether they do does not depend on the durations, so `check` calls
-    this without any.
+    devices wait for each other.
     """
     jobs: Jobs = []
     durations: list[float] = []

@@ -14,8 +14,9 @@
 The minimum is exact for each block of axes, by eliminating variables (eliminate.py): z first (the
 samples), then x and y together, then z again                                       -> Solver.choose
 
-Operations of one sort (those of equal layers) have the same tables, which are made once; of many
-equal layers three are looked at (repeats.py).
+Operations of one class (the same operation in equal layers) have the same tables, which are made
+once; of many equal layers three are looked at (repeats.py). So a GPT of 96 layers has the variables
+of three: its first, one that stands for the 94 in the middle and counts as often, and its last.
 """
 
 from __future__ import annotations
@@ -122,11 +123,11 @@ class Solver:
         self.times = [self.repeats.times.get(node, 1) for node in self.variables]
         self.chosen: dict[Node, State] = {node: {} for node in everything}
         # caches: equal layers have equal variables and equal reads
-        self._sorts: dict[tuple[object, ...], int] = {}
+        self._class_numbers: dict[tuple[object, ...], int] = {}
         self._read_keys: dict[tuple[object, ...], int] = {}
         self._known_variables: dict[tuple[object, ...], _Variable] = {}
         self._known_tables: dict[tuple[object, ...], _ReadTables] = {}
-        self.sort = {node: self._sort(node) for node in self.variables}
+        self.class_of = {node: self._class_number(node) for node in self.variables}
         self.reads = self._reads(self.repeats)
         self.leaves = frozenset(
             self.number[read.producer]
@@ -135,7 +136,7 @@ class Solver:
         )
         """parameters that one operation reads: chosen with it"""
 
-    def _sort(self, node: Node) -> int:
+    def _class_number(self, node: Node) -> int:
         """A number that operations, parameters or received values have in common when all their
         costs are the same.
         """
@@ -153,7 +154,7 @@ class Solver:
             else:
                 shape = self.terms.shapes.of(node.meta["val"])
                 key = (space.fixed_source(node), shape, dtype, gradient)
-        return self._sorts.setdefault(key, len(self._sorts))
+        return self._class_numbers.setdefault(key, len(self._class_numbers))
 
     def _reads(self, repeats: Repeats) -> list[Read]:
         """Every value that is read or wanted, but for operations that are left out."""
@@ -192,9 +193,9 @@ class Solver:
         position = {node: number for number, node in enumerate(readers)}
         slots = tuple((position[node], slot) for node, slot in uses)
         key = None
-        if producer in self.sort and all(node in self.sort for node in readers):
-            sorts = tuple(self.sort[node] for node in readers)
-            all_of_it = (self.sort[producer], result, sorts, slots, wanted)
+        if producer in self.class_of and all(node in self.class_of for node in readers):
+            classes = tuple(self.class_of[node] for node in readers)
+            all_of_it = (self.class_of[producer], result, classes, slots, wanted)
             key = self._read_keys.setdefault(all_of_it, len(self._read_keys))
         return Read(value, readers, slots, wanted, key, repeats.weight(producer, readers))
 
@@ -269,7 +270,7 @@ class Solver:
         names = [
             (axis, each.name if isinstance(each, Option) else each) for axis, each in others.items()
         ]
-        key = (block, self.sort[node], *names)
+        key = (block, self.class_of[node], *names)
         if key not in self._known_variables:
             states = self._states(node, block, others)
             if node in self.space.operations:
