@@ -278,6 +278,7 @@ def _chosen_plan(
             if given is not None:
                 chosen = _given_plan(given, prepared)
                 platform.check_plan(chosen, planner.cluster)
+                planner.check_optimizer(chosen, prepared, is_given=True)
             else:
                 chosen = planner.plan(prepared, prepared.longest(found.longest))
                 if precision is not None:

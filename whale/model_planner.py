@@ -19,8 +19,8 @@ from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.costs.optimizers import (
     keeps_whole,
+    looks_at_others,
     note_on_parts,
-    refuse_if_it_looks_at_others,
     state_ratio,
     update_work,
 )
@@ -29,6 +29,7 @@ from whale.planning.planner import Problem, fingerprint
 from whale.planning.workload import ADAM_STATE
 from whale.planning.zero import plan_with_owners
 from whale.plans.plan import Plan
+from whale.plans.shards import Shards
 from whale.runtime.update import OptimizerFactory
 from whale.search.choose import choose_plan
 from whale.search.search import Progress
@@ -67,7 +68,9 @@ class ModelPlanner:
                 '("optimizer_state"): they are rounded, and results are not those of local training'
             )
             made = replace(made, notes=(*made.notes, note))
-        return self._with_owners(made, prepared)
+        made = self._with_owners(made, prepared)
+        self.check_optimizer(made, prepared)
+        return made
 
     def _problem(self, prepared: CapturedModel, numbers: Numbers) -> Problem:
         planned = prepared.at(numbers) if numbers else prepared
@@ -129,8 +132,12 @@ class ModelPlanner:
         if self.optimizer is None:
             return False
         names = _trained_names(prepared)
-        if asked is not None:
-            refuse_if_it_looks_at_others(self.optimizer, names, asked)
+        others = looks_at_others(self.optimizer, names) if asked is not None else None
+        if others is not None:
+            raise ValueError(
+                f"{others}, and with {asked} these are updated by other ranks. "
+                'Try: "zero": 0, or an optimizer that treats every parameter by itself'
+            )
         return bool(names) and keeps_whole(self.optimizer, names)
 
     def _updates_alone(self, prepared: CapturedModel) -> bool:
@@ -139,11 +146,34 @@ class ModelPlanner:
         """
         if self.optimizer is None:
             return True
-        try:
-            refuse_if_it_looks_at_others(self.optimizer, _trained_names(prepared), "ZeRO")
-        except ValueError:
-            return False
-        return True
+        return looks_at_others(self.optimizer, _trained_names(prepared)) is None
+
+    def check_optimizer(self, plan: Plan, prepared: CapturedModel, is_given: bool = False) -> None:
+        """Refuses an optimizer that would give other values under this plan than local training,
+        since it looks at numbers that are updated by other ranks. `is_given`: the plan was made
+        earlier, perhaps for another optimizer.
+        """
+        names = _trained_names(prepared)
+        if self.optimizer is None or not names:
+            return
+        shards = Shards(plan, "owned")
+        whole = [name for name in names if all(each.ranges is None for each in shards.held(name))]
+        holders = {each.ranks for name in names for each in shards.held(name)}
+        if len(whole) < len(names) or len(holders) > 1:
+            others = looks_at_others(self.optimizer, names)
+            if others is not None:
+                raise ValueError(
+                    f"{others}, and under this plan no rank holds them all. Try: "
+                    '"strategy": "data" without "zero", or an optimizer that treats every '
+                    "parameter by itself"
+                )
+        cut = [name for name in names if name not in whole]
+        if is_given and cut and keeps_whole(self.optimizer, cut):
+            raise ValueError(
+                f"this plan cuts {cut[0]} and was made for an optimizer that treats every number "
+                "alone; this one looks at whole parameters. Try: a new plan by wh.plan with this "
+                "optimizer"
+            )
 
     def _with_owners(self, made: Plan, prepared: CapturedModel) -> Plan:
         """The plan with an owner for each parameter that a grid cuts and the optimizer wants whole,

@@ -342,3 +342,23 @@ def test_a_number_that_is_not_finite(mode: str) -> None:
         assert not all(bool(tensor.isfinite().all()) for tensor in state.values())
     else:
         assert_state_is(state, model)
+
+
+# ---- a plan that was made for another optimizer
+
+
+def follow_a_plan_of_sgd() -> str:
+    """Makes a plan of `split` for SGD, whose parts need no owner, and follows it with Adafactor."""
+    wh.init()
+    made = wh.plan(wh.annotate(build(), {"layers.*": wh.split(2)}), make_batch(0), optimizer=sgd)
+    model = wh.annotate(build(), {"layers.*": wh.split(2)})
+    try:
+        wh.parallelize(model, make_batch(0), optimizer=torch.optim.Adafactor, plan=made)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_a_given_plan_is_checked_against_the_optimizer() -> None:
+    for text in run_ranks(follow_a_plan_of_sgd, 2):
+        assert "this plan cuts layers.0" in text and "looks at whole parameters" in text

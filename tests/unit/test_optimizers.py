@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import whale as wh
+from tests.integration.layers import build, make_batch
+from whale.cluster.cluster import Cluster
 from whale.costs.optimizers import note_on_parts, works_by_element
 
 OPTIM = torch.optim
@@ -55,3 +58,37 @@ def test_one_that_cannot_be_tried_is_left_alone() -> None:
         raise RuntimeError("needs a GPU")
 
     assert works_by_element(make, "w") is None and note_on_parts(make, "w") is None
+
+
+# ---- optimizers that look at several parameters at once (Prodigy, LAMB with its global clipping)
+
+
+class Together(torch.optim.Optimizer):
+    """Every step is divided by the norm of all gradients that the optimizer sees."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure=None) -> None:
+        trained = [each for group in self.param_groups for each in group["params"]]
+        norm = torch.stack([each.grad.norm() for each in trained]).norm()
+        for parameter in trained:
+            parameter.data -= 0.1 * parameter.grad / norm
+
+
+def plan_with(make, cluster, **config) -> wh.Plan:
+    return wh.plan(build(), make_batch(0), cluster=cluster, config=config, optimizer=make)
+
+
+def test_stages_are_refused_where_no_rank_sees_all_parameters() -> None:
+    """Each rank would divide by the norm of its own gradients: other weights, in silence."""
+    with pytest.raises(ValueError, match=r"Together looks at other parameters.*no rank holds them"):
+        plan_with(Together, 2, num_task_graph=2)
+    plan_with(OPTIM.AdamW, 2, num_task_graph=2)  # the same stages are fine for others
+
+
+def test_data_parallel_is_chosen_where_every_rank_must_see_all_parameters() -> None:
+    cluster = Cluster.uniform(4, kind="V100-32GB", devices_per_host=4)
+    plan = plan_with(Together, cluster)
+    assert len(plan.stages) == 1
+    assert "looks at all parameters at once" in plan.decisions[0].why

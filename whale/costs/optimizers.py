@@ -173,12 +173,12 @@ def keeps_whole(make: MakeOptimizer, names: Sequence[str]) -> bool:
     return any(not works_by_element(make, name) for name in names[::step])
 
 
-def refuse_if_it_looks_at_others(make: MakeOptimizer, names: Sequence[str], why: str) -> None:
-    """Raises ValueError where the update of a parameter depends on other parameters, which may lie
-    on other ranks. `why`: the setting that puts them there.
+def looks_at_others(make: MakeOptimizer, names: Sequence[str]) -> str | None:
+    """What the update of a parameter depends on beside its own values, as the beginning of a
+    message; None for an optimizer that treats every parameter by itself, or that could not be tried.
     """
     if len(names) < 2:
-        return
+        return None
     pair = [names[0], names[-1]]
     generator = torch.Generator().manual_seed(1)
     starts = [torch.randn(SHAPE, generator=generator, dtype=torch.float64) for _ in pair]
@@ -193,13 +193,13 @@ def refuse_if_it_looks_at_others(make: MakeOptimizer, names: Sequence[str], why:
                     parameter.grad = gradient.clone()
                 optimizer.step()
     except Exception:  # whatever it needs that is not here: it was asked out of curiosity only
-        return
-    if not torch.allclose(alone, parameters[0].detach(), rtol=CLOSE, atol=CLOSE):
-        raise ValueError(
-            f"{type(optimizer).__name__} looks at other parameters when it updates one "
-            f"({pair[0]} beside {pair[1]}, say), and with {why} these are updated by other ranks. "
-            'Try: "zero": 0, or an optimizer that treats every parameter by itself'
-        )
+        return None
+    if torch.allclose(alone, parameters[0].detach(), rtol=CLOSE, atol=CLOSE):
+        return None
+    return (
+        f"{type(optimizer).__name__} looks at other parameters when it updates one ({pair[0]} beside "
+        f"{pair[1]}, say)"
+    )
 
 
 def works_by_element(make: MakeOptimizer, name: str) -> bool | None:

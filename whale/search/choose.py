@@ -53,6 +53,8 @@ def choose_plan(problem: Problem, progress: Report = silent) -> tuple[Plan, Assi
     if is_annotated(problem):
         return _with_annotations(problem)
     plain, refused = data_parallel(problem)
+    if plain is not None and not problem.updates_alone:
+        return _with_decision(problem, plain, "the optimizer looks at all parameters at once")
     if plain is not None and _is_good_enough(problem, plain[0]):
         return _with_decision(problem, plain, "no other plan can be faster by more than 1 %")
     done = search(problem, OpenSettings.of(problem), progress=progress)
