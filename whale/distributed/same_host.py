@@ -93,6 +93,7 @@ class Outgoing:
 
     def _send_through_memory(self, tensor: Tensor, tag: int, enough_bytes: int) -> bool:
         num_bytes = tensor.nbytes
+        assert tensor.is_contiguous(), "its memory would be sent with what lies between its values"
         if num_bytes <= INLINE_BYTES:
             self._say(
                 HEADER.pack(tag, num_bytes, INLINE) + ctypes.string_at(tensor.data_ptr(), num_bytes)
@@ -276,6 +277,7 @@ def _fill(buffer: Tensor, start: int, num_bytes: int) -> None:
             f"a message has {num_bytes} bytes where {buffer.nbytes} were expected: the ranks do "
             "not run the same program"
         )
+    assert buffer.is_contiguous(), "what arrives would overwrite what lies between its values"
     ctypes.memmove(buffer.data_ptr(), start, num_bytes)
 
 

@@ -377,5 +377,7 @@ def _packed(x: Tensor, blocks: Sequence[MovedBlock], is_in_order: bool) -> Tenso
         return x.contiguous().view(-1)
     parts = [_gathered(x, block).reshape(-1) for block in blocks]
     if len(parts) == 1:
-        return parts[0]  # of two places: not copied twice
+        # of two places: not copied twice, except for one column, of which `reshape` gives a view
+        # with the stride of its row
+        return parts[0].contiguous()
     return torch.cat(parts) if parts else x.new_empty(0)
