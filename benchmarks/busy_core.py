@@ -26,7 +26,7 @@ sys.path.insert(
 
 import whale as wh
 from benchmarks.side_by_side import Claim, Side, Times, alternate, report, run_ranks, say
-from whale.calibration.profile_command import profile_ranks
+from whale.cli.profile_ranks import profile_ranks
 from whale.planning.adapt import samples_by_rank
 
 NUM_RANKS = 2

@@ -13,7 +13,7 @@ import torch
 import whale as wh
 from benchmarks.busy_core import BATCH_SIZE, busy_process, make_engine, stop
 from tests.ranks import preload, run_ranks
-from whale.calibration.profile_command import profile_ranks
+from whale.cli.profile_ranks import profile_ranks
 from whale.planning.adapt import samples_by_rank
 
 preload("benchmarks.busy_core", "tests.integration.test_busy_core")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from copy import deepcopy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -104,9 +105,11 @@ def train(
     )
     data = mini_batches()
     engine = wh.parallelize(model, data[0], optimizer=sgd, dynamic=dynamic)
-    losses = [engine.step(data[0]).loss]
-    gradients = engine.full_gradients()
-    losses += [engine.step(batch).loss for batch in data[1:]]
+    # what runs at another length is in the plan
+    with patch("whale.lowering.sharded_chunk.solve", side_effect=AssertionError("solved again")):
+        losses = [engine.step(data[0]).loss]
+        gradients = engine.full_gradients()
+        losses += [engine.step(batch).loss for batch in data[1:]]
     evaluated = [engine.evaluate(batch).loss for batch in data[:3]]
     trace = Trace(losses, gradients, engine.full_state_dict())
     return trace, engine.num_captures, evaluated

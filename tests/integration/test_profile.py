@@ -17,8 +17,8 @@ import whale as wh
 from tests.ranks import preload, run_ranks
 from whale.calibration import operations, turns
 from whale.calibration.measure import MeasuredDevice, _cluster, _pairs
-from whale.calibration.profile_command import describe, profile_ranks
 from whale.cli import app
+from whale.cli.profile_ranks import describe_cluster, profile_ranks
 from whale.cluster.cluster import Link, device_kind
 from whale.cluster.kinds import MatmulRate
 from whale.cluster.matching import RankPlace
@@ -81,7 +81,9 @@ def test_hosts_are_told_apart(tmp_path: Path) -> None:
         ("b", 0),
         ("b", 1),
     ]
-    assert "between hosts" in describe(cluster) and "inside a host" in describe(cluster)
+    assert "between hosts" in describe_cluster(cluster) and "inside a host" in describe_cluster(
+        cluster
+    )
 
 
 @pytest.mark.slow

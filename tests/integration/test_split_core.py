@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 import whale as wh
 from tests.exactness import EXACT_FLOAT64, Float64Mode, run_loss
-from tests.split_models import make
+from tests.split_models import WORDS, FusedBlock, make
 from tests.split_oracle import run_sharded, whole_program
 from tests.zoo import CASES
 from whale import api
 from whale.capture.batch import read_batch
+from whale.capture.lengths import declared
 from whale.operations.nodes import op_name
 from whale.planning.grids import grid_shapes
 from whale.plans.grid import Grid
@@ -171,6 +172,65 @@ def test_another_number_of_samples_runs_with_the_same_choices() -> None:
             Subject(planned.space, other.weights, other.inputs, other.loss, other.gradients).check(
                 sharding, number
             )
+
+
+class Texts(nn.Module):
+    """Fused attention and a head, for texts of any length, in rows that a grid may cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 15)
+        self.block = FusedBlock(15, 3)
+        self.head = nn.Linear(15, WORDS)
+
+    def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+        positions = torch.arange(words.shape[1], device=words.device, dtype=torch.float64)
+        x = self.block(self.words(words) + positions[:, None] / 10)
+        return F.cross_entropy(self.head(x).view(-1, WORDS), labels.view(-1))
+
+
+def _texts(length: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    return [torch.randint(WORDS, (NUM_SAMPLES, length), generator=generator) for _ in range(2)]
+
+
+@pytest.mark.parametrize("has_summa", [slow(False), True])
+def test_another_length_runs_with_the_same_choices(has_summa: bool) -> None:
+    """Where a choice is impossible (6 rows can be cut, one cannot), the operation is done whole."""
+    torch.manual_seed(0)
+    model = Texts().double()
+    layout, tensors = read_batch(_texts(6))
+    named = layout.with_lengths(declared({0: {1: "length"}, 1: {1: "length"}}, layout).names)
+    prepared = api._prepare(model, named, tensors, None, wh.Config(), "cpu")
+    (symbol,) = prepared.longest({})
+    planned = whole_program(prepared.at({symbol: 6}))
+    summa = frozenset(planned.operations) if has_summa else frozenset()
+    at_other: dict[int, Subject] = {}
+    for length in (2, 9):
+        at_length = prepared.at({symbol: length})
+        local = _subject(model, _texts(length))
+        at_other[length] = replace(local, space=Space(whole_program(at_length)))
+        model.zero_grad()
+    for shape in grid_shapes(4):
+        program = replace(planned, summa=summa)
+        sharding = solve(program, Grid(*shape), NUM_SAMPLES, BY_BYTES)
+        for subject in at_other.values():
+            subject.check(sharding, NUM_SAMPLES)
+
+
+def test_an_option_that_a_length_has_not_is_done_whole() -> None:
+    """By hand: queries are cut over y at length 6; at length 2 nobody may cut them."""
+    subject = small("gpt")
+    space = Space(subject.space.program)
+    (first, *_) = [node for node in space.operations if op_name(node) == "linear"]
+    place = list(space.program.captured.graph.nodes).index(first)
+    rows = next(option.name for option in space.options[first] if option.inputs[0] == 1)
+    sharding = Sharding(Grid(1, 2, 1), {place: ("", rows, "")}, {})
+    assert space.chosen(sharding)[first]["y"].name == rows
+    space.options[first] = tuple(each for each in space.options[first] if each.name != rows)
+    assert space.chosen(sharding)[first]["y"].name == "whole"
+    both = Sharding(Grid(2, 2, 1), {place: ("summa columns", "summa rows 7", "")}, {})
+    assert [option.name for option in space.chosen(both)[first].values()] == ["whole", "whole"]
 
 
 class Between(nn.Module):

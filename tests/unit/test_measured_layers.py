@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import whale as wh
+from whale import api
 from whale.calibration import turns
 from whale.calibration.layers import TimedRegion, layer_groups, layer_modules, measure_layers
 from whale.capture.batch import read_batch
 from whale.capture.graph import CapturedGraph
-from whale.cli.profile_model import captured_by, describe
+from whale.cli.profile_ranks import captured_by, describe_layers
 from whale.cluster.cluster import Cluster
 from whale.cluster.layer_times import beside, save_layer_times
 from whale.costs.layer_times import regions_of_modules
@@ -56,7 +57,7 @@ BATCH = {"words": torch.zeros(4, 6, dtype=torch.long)}
 @pytest.fixture(scope="module")
 def captured() -> CapturedGraph:
     layout, tensors = read_batch(BATCH)
-    return wh.api._prepare(Net(), layout, tensors, None, wh.Config(), "cpu").captured
+    return api._prepare(Net(), layout, tensors, None, wh.Config(), "cpu").captured
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_measured_layers_go_into_a_plan(
     assert [layer.kind for layer in times.layers] == ["CPU"] * 3
     assert [point.samples for point in times.layers[1].times] == [1, 2, 4]
     assert "3 different layers of 5" in said[0]
-    assert "body.h.0 and 2 more" in describe(times)
+    assert "body.h.0 and 2 more" in describe_layers(times)
     path = tmp_path / "cluster.yaml"
     cluster.save(path)
     save_layer_times(times, beside(path))

@@ -582,6 +582,77 @@ def test_parts_along_a_letter_are_parts_of_the_result(example: tuple[Any, ...]) 
             _check_letter(call, dims, letter, wanted)
 
 
+def _batch_first_examples() -> list[tuple[Any, ...]]:
+    """Rows that say only where the batch is: (operation, arguments)."""
+    image = T(3, 4, 8, 8)
+    volume = T(3, 4, 8, 8, 8)
+    maxima = aten.max_pool2d_with_indices.default(image, [2, 2])
+    highest = aten.max_pool3d_with_indices.default(volume, [2, 2, 2])
+    one = [1, 1]
+    return [
+        (aten.convolution.default, (image, T(5, 4, 3, 3), None, one, one, one, False, [0, 0], 1)),
+        (aten.conv_transpose1d.default, (T(3, 4, 8), T(4, 5, 3))),
+        (aten.conv_transpose2d.input, (image, T(4, 5, 3, 3))),
+        (aten.conv_transpose3d.input, (volume, T(4, 5, 3, 3, 3))),
+        (aten.native_group_norm.default, (image, T(4), T(4), 3, 4, 64, 2, 1e-5)),
+        (aten.im2col.default, (image, [2, 2], one, [0, 0], one)),
+        (aten.col2im.default, (T(3, 16, 16), [8, 8], [2, 2], one, [0, 0], [2, 2])),
+        (aten.pixel_shuffle.default, (image, 2)),
+        (aten.pixel_unshuffle.default, (image, 2)),
+        (aten._adaptive_avg_pool2d.default, (image, [3, 3])),
+        (aten._adaptive_avg_pool3d.default, (volume, [3, 3, 3])),
+        (aten.max_pool1d_with_indices.default, (T(3, 4, 8), [2])),
+        (aten.max_pool3d_with_indices.default, (volume, [2, 2, 2])),
+        (aten.max_unpool2d.default, (*maxima, [8, 8])),
+        (aten.max_unpool3d.default, (*highest, [8, 8, 8], [2, 2, 2], [0, 0, 0])),
+        (aten.grid_sampler.default, (image, T(3, 5, 5, 2), 0, 0, False)),
+        (aten.grid_sampler_2d.default, (image, T(3, 5, 5, 2), 0, 0, False)),
+        (aten.grid_sampler_3d.default, (volume, T(3, 5, 5, 5, 3), 0, 0, False)),
+        (aten.upsample_nearest1d.default, (T(3, 4, 8), [5])),
+        (aten.upsample_nearest3d.default, (volume, [5, 5, 5])),
+        (aten.upsample_linear1d.default, (T(3, 4, 8), [5], False)),
+        (aten.upsample_bicubic2d.default, (image, [5, 5], False)),
+        (aten.upsample_trilinear3d.default, (volume, [5, 5, 5], False)),
+        (aten._upsample_nearest_exact1d.default, (T(3, 4, 8), [5])),
+        (aten._upsample_nearest_exact2d.default, (image, [5, 5])),
+        (aten._upsample_nearest_exact3d.default, (volume, [5, 5, 5])),
+        (aten._upsample_bilinear2d_aa.default, (image, [5, 5], False)),
+        (aten._upsample_bicubic2d_aa.default, (image, [5, 5], False)),
+    ]
+
+
+BATCH_FIRST = _batch_first_examples()
+BATCH_FIRST_WITHOUT_EXAMPLE = {
+    "_convolution": "`convolution` with switches of its backend",
+    "_convolution_mode": "`convolution` with its padding by name",
+    "fractional_max_pool2d": "draws its windows: their tensor holds samples and is no weight",
+    "fractional_max_pool3d": "draws its windows",
+}
+
+
+def test_every_row_that_says_only_where_the_batch_is_has_an_example() -> None:
+    shown = {str(example[0]).split(".")[1] for example in BATCH_FIRST}
+    only = {name for name, row in TABLE.items() if row.batch_first and row.dims is None}
+    assert only - shown == set(BATCH_FIRST_WITHOUT_EXAMPLE)
+
+
+@pytest.mark.parametrize("example", BATCH_FIRST, ids=identity)
+def test_parts_of_the_batch_are_parts_of_the_result(example: tuple[Any, ...]) -> None:
+    """The leading tensors are cut in dim 0 after two of three samples, the others stay whole."""
+    target, args = example
+    name = str(target).split(".")[1]
+    leading = TABLE[name].batch_first
+    parts: list[list[Tensor]] = []
+    for rows in (slice(0, 2), slice(2, 3)):
+        cut = [arg[rows] if place < leading else arg for place, arg in enumerate(args)]
+        if name == "native_group_norm":
+            cut[3] = rows.stop - rows.start  # the number of samples, as an argument
+        parts.append(results_of(target(*cut)))
+    whole = results_of(target(*args))
+    for place, wanted in enumerate(whole):
+        assert same(torch.cat([part[place] for part in parts]), wanted)
+
+
 def _cuts(dims: Dims, letter: str, tensors: Sequence[Tensor]) -> list[Cut | None]:
     """How each tensor is cut along a letter; dims of size 1 are broadcast."""
     runs = dims.segments.get(letter, (1,) * len(tensors))

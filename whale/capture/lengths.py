@@ -162,7 +162,7 @@ def lengths_of(graph: Graph, layout: BatchLayout) -> tuple[Length, ...]:
 
 @dataclass(frozen=True)
 class Conditions:
-    """For which sizes a graph holds: what the forward and the export asked of them on the way."""
+    """Sizes that a graph holds for: what the forward and the export asked of them on the way."""
 
     lengths: tuple[Length, ...]
     batch_symbol: sympy.Symbol

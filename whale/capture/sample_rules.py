@@ -32,6 +32,7 @@ from whale.capture.sample_states import (
 from whale.dtypes import is_differentiable
 from whale.operations.nodes import op_name, tensor_nodes
 from whale.operations.operation import Operation, wrapped
+from whale.operations.products import NOT_FIRST
 from whale.operations.row import Dims
 from whale.operations.table import CASTS, row_of
 
@@ -42,18 +43,6 @@ POSITION_USED = (
     "`{name}` uses the position of a sample in the batch, which differs between parts of the batch"
 )
 OTHER_PLACES = "`{name}` combines samples that stand in different places"
-SPATIAL = (
-    "conv",
-    "pool",
-    "upsample",
-    "group_norm",
-    "instance_norm",
-    "pixel_",
-    "grid_sampler",
-    "im2col",
-    "col2im",
-)
-"""parts of names of operations whose dim 0 is the batch, when they have one"""
 MEANS = ("mean", "mean loss")
 """local forms of the table that are a sum over the letter, divided by its size"""
 
@@ -80,8 +69,9 @@ def row_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tup
     if dims is None:
         if row.dims is None and _works_along_all_dims(op):
             return Mixed(node, row.mixes.format(name=op.name))
-        is_spatial = any(part in op.name for part in SPATIAL)
-        return (spatial_state if is_spatial else unknown_state)(flow, node, args)
+        if row.batch_first and not _is_batch_first(flow, node, row.batch_first):
+            return Mixed(node, NOT_FIRST.format(name=op.name))
+        return unknown_state(flow, node, args)
     mixed = Mixed(node, row.mixes.format(name=op.name, equation=op.argument("equation")))
     found: list[_Samples] = []
     for place, source in enumerate(op.inputs[:1] if row.kind == "cast" else op.inputs):
@@ -236,17 +226,11 @@ def unknown_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State |
     return result
 
 
-def spatial_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    """Convolutions, pooling, resizing: dim 0 of the first operand is the batch, the weights are
-    shared.
-    """
-    name = op_name(node)
-    first, *others = tensor_nodes(node.all_input_nodes)
-    state = flow.of(first)
-    shared = "grid" in name or not any(isinstance(flow.of(each), PerSample) for each in others)
-    if not isinstance(state, PerSample) or state.dim != 0 or not shared:
-        return Mixed(node, f"the batch of `{name}` is not dim 0 of its input")
-    return unknown_state(flow, node, args)
+def _is_batch_first(flow: SampleFlow, node: Node, leading: int) -> bool:
+    """Whether the first of `leading` tensors and no tensor after them hold samples, in dim 0."""
+    states = [flow.of(operand) for operand in tensor_nodes(node.all_input_nodes)]
+    dims = [state.dim if isinstance(state, PerSample) else None for state in states]
+    return dims[0] == 0 and not any(dims[1:leading]) and set(dims[leading:]) <= {None}
 
 
 # --------------------------------------------------------------------------------------------------

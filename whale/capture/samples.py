@@ -56,11 +56,6 @@ from whale.operations.nodes import named_args, op_name
 from whale.operations.operation import ONLY_FIRST, Shapes, other_prime
 from whale.operations.table import CASTS, COUNTERS, CREATORS, POINTWISE_LOSSES, row_of
 
-POSITION_READERS = frozenset(
-    ["add", "sub", "mul", "index", "index_select", "gather", "index_put", "getitem"]
-)
-"""operations whose rules know what to do with the position of a sample in the batch"""
-
 
 @lru_cache(maxsize=65536)  # a graph holds few different expressions, each in thousands of shapes
 def _slope_symbols(size: sympy.Expr, symbol: sympy.Symbol) -> frozenset[sympy.Symbol]:
@@ -246,7 +241,8 @@ class SampleFlow:
         if any(isinstance(state, Summed) for state in states):
             return linear_state(self, node, args)
         if any(isinstance(state, PerSample) and state.position for state in states):
-            if not row_of(node).moves and name not in POSITION_READERS:
+            row = row_of(node)
+            if not row.moves and not row.reads_position:
                 return Mixed(node, POSITION_USED.format(name=name))
         if name == "repeat_interleave" or any(isinstance(state, PerSample) for state in states):
             return self._rule(node)(self, node, args)

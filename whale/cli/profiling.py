@@ -47,24 +47,21 @@ def profile(
         stop(f"whale profile: --device {device}: it may be {may_be}")
     if model is not None and not model.is_file():
         stop(f"whale profile: --model {model}: there is no such script")
-    if "RANK" in os.environ and model is not None:  # under a launcher
-        from whale.cli.profile_model import profile_model
+    if "RANK" in os.environ:  # under a launcher
+        from whale.cli.profile_ranks import profile_model, profile_ranks
 
-        profile_model(output, device, model, arguments or [])
-        return
-    if "RANK" in os.environ:
-        from whale.calibration.profile_command import profile_ranks
-
-        profile_ranks(output, device)
+        if model is not None:
+            profile_model(output, device, model, arguments or [])
+        else:
+            profile_ranks(output, device)
         return
     from whale import launcher
 
     if num_ranks is not None and num_ranks < 1:
         stop(f"whale profile: -n {num_ranks}: at least 1 rank is needed")
-    script = Path(__file__).parent.parent / "calibration" / "profile_command.py"
+    script = Path(__file__).parent / "profile_ranks.py"
     words = [str(output), device]
     if model is not None:
-        script = Path(__file__).parent / "profile_model.py"
         words += [str(model), *(arguments or [])]
     failure = launcher.launch(script, words, num_ranks or launcher.default_num_ranks())
     if failure is not None:

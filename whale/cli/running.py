@@ -55,8 +55,6 @@ def run(
 
     Options of Whale come before the script: everything behind it is the script's own.
     """
-    from whale import launcher
-
     require_script(script, "run")
     if num_ranks is not None and num_ranks < 1:
         stop(f"whale run: -n {num_ranks}: at least 1 rank is needed")
@@ -68,9 +66,21 @@ def run(
         stop("whale run: --stub and --stretch belong to --emulate CLUSTER.YAML, which is missing")
     if cluster is not None:
         num_ranks = _ranks_of_cluster(cluster, num_ranks)
+    _launch(script, arguments or [], num_ranks, restarts)
+    if emulate is not None:
+        from whale.report.rehearsal import print_rehearsal
+
+        if not print_rehearsal(_emulation_folder(), Console()):
+            raise typer.Exit(FAILED)
+
+
+def _launch(script: Path, arguments: list[str], num_ranks: int | None, restarts: int) -> None:
+    """Runs all ranks to their end; a failure ends the command with its message and exit code."""
+    from whale import launcher
+
     try:
         failure = launcher.launch(
-            script, arguments or [], num_ranks or launcher.default_num_ranks(), restarts
+            script, arguments, num_ranks or launcher.default_num_ranks(), restarts
         )
     except KeyboardInterrupt:
         stop("whale run: interrupted, all ranks are ended", INTERRUPTED)
@@ -82,11 +92,6 @@ def run(
         stop(f"whale run: got {signal_number.name}, all ranks are ended", 128 + signal_number)
     if failure is not None:
         stop(f"whale run: {failure}", failure.exit_code)
-    if emulate is not None:
-        from whale.report.rehearsal import print_rehearsal
-
-        if not print_rehearsal(_emulation_folder(), Console()):
-            raise typer.Exit(FAILED)
 
 
 def _ranks_of_emulation(

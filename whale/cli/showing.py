@@ -136,8 +136,8 @@ def schedule(
     from whale.report import schedule_page
     from whale.scheduling.compare import Question, compare
 
-    for option, file in (("--svg", svg), ("--html", html)):
-        require_folder(file, f"whale schedule: {option}")
+    require_folder(svg, "whale schedule: --svg")
+    require_folder(html, "whale schedule: --html")
     if input_share is not None:  # the name until 0.1.0
         say_renamed("--input-share", "--input-gradient", "whale schedule")
         input_gradient = input_share
@@ -159,13 +159,15 @@ def schedule(
     except ValueError as error:
         stop(f"whale schedule: {error}")
     schedule_page.show(question, rows, drawn, Console())
-    for file, text in (
-        (svg, schedule_page.svg),
-        (html, lambda all_rows: schedule_page.html(question, all_rows)),
-    ):
-        if file is not None:
-            file.write_text(text(rows), encoding="utf-8")
-            print(f"saved as {file}")
+    if svg is not None:
+        _save(svg, schedule_page.svg(rows))
+    if html is not None:
+        _save(html, schedule_page.html(question, rows))
+
+
+def _save(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")
+    print(f"saved as {file}")
 
 
 def top(

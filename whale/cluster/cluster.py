@@ -1,4 +1,6 @@
-"""The devices and what each kind can do; the links between them are in `network.py`."""
+"""The devices, and the memories that their hosts have beside them; the links between them are in
+`network.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,6 @@ from pathlib import Path
 
 from whale.cluster.kinds import DEVICE_KINDS, GIGA, TERA, DeviceKind, device_kind
 from whale.cluster.layer_times import LayerTimes
-from whale.cluster.memories import Disk, HostMemory, Memories
 from whale.cluster.network import HostLinks, Link, Network, PairLink
 from whale.names import count
 
@@ -22,6 +23,67 @@ class Device:
     host: str
     local_rank: int
     kind: DeviceKind
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The memory of a host, as far as a job may have it.
+
+    A device reaches it over a link of its own (PCIe), and all devices of the host together no more
+    than the links above it carry. What k ranks of a host move at the same time, each gets
+
+        min(link, all links / k, memory / k)   bytes per second, each way                        (1)
+
+    of the host's memory, and 1 / k of the disk's rate, over the same link.
+    """
+
+    memory_bytes: int
+    memory_bytes_per_s: float
+    """what the host itself reads and writes: updates on the host run at this rate"""
+    link_bytes_per_s: float
+    """between one device and this memory, each way"""
+    links_bytes_per_s: float | None = None
+    """all devices of the host together; None: what one of them has"""
+
+    def bytes_per_s(self, num_ranks: int) -> float:
+        """Line (1) for so many ranks."""
+        together = min(self.links_bytes_per_s or self.link_bytes_per_s, self.memory_bytes_per_s)
+        return min(self.link_bytes_per_s, together / num_ranks)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A folder on a disk of a host."""
+
+    memory_bytes: int
+    """that files of a job may take"""
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    folder: str | None = None
+    """None: the run folder"""
+
+
+@dataclass(frozen=True)
+class Memories:
+    """What one host has beside its devices; None: nothing is known of it, so nothing is put there."""
+
+    host: str
+    memory: HostMemory | None = None
+    disk: Disk | None = None
+
+    def size(self, memory: str) -> int:
+        """Bytes of "host" or "disk"."""
+        found = self.memory if memory == "host" else self.disk
+        return found.memory_bytes if found is not None else 0
+
+    def rates(self, memory: str, num_ranks: int) -> tuple[float, float]:
+        """Bytes per second (to the device, from it) for each of so many ranks at the same time."""
+        link = self.memory.bytes_per_s(num_ranks) if self.memory is not None else float("inf")
+        if memory == "host":
+            return link, link
+        assert self.disk is not None, f"host {self.host} has no disk"
+        read = min(link, self.disk.read_bytes_per_s / num_ranks)
+        return read, min(link, self.disk.write_bytes_per_s / num_ranks)
 
 
 # Assumptions for a cluster of which nothing is known; a measured value replaces them.

@@ -9,7 +9,7 @@ Products were measured on square matrices. One of the same work that is not squa
 (a few rows times a large weight): they take their time at the memory's bandwidth besides.
 
 An operation that was not measured itself goes by one that does about the same to memory
-(`operations/timed.py`).
+(`operations/table.py`).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Readers:
     """blocks that are here at this place of the graph for certain"""
 
     def enter(self, region: int | None) -> None:
-        """From here on nothing is certain: a region also runs in backward."""
+        """Forgets which blocks are here: a region also runs in backward."""
         self.region = region
         self.last = None
 

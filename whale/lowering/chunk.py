@@ -194,14 +194,8 @@ def build_chunk(
         if from_weights_alone(node, readers, part.state):  # its memory will hold other weights
             copy = graph.call_function(aten.clone.default, (copy,))
         results.append(copy)
-    if terms:
-        results.append(
-            reduce(
-                lambda a, b: graph.call_function(operator.add, (a, b)),
-                (copies[node] for node in terms),
-            )
-        )
-    results.extend(copies[captured.buffer_updates[name]] for name in updates)
+    results += _sum_of_terms(graph, [copies[node] for node in terms])
+    results += [copies[captured.buffer_updates[name]] for name in updates]
     graph.output(tuple(results))
     _drop_unused(graph, set(updates))
     if part.received:
@@ -221,6 +215,13 @@ def build_chunk(
         is_random=any(is_random(node) for node in part.operations),
         uses=tuple(readers.uses) if readers is not None else (),
     )
+
+
+def _sum_of_terms(graph: Graph, terms: Sequence[Node]) -> list[Node]:
+    """The loss of a stage, nothing where it has no terms."""
+    if not terms:
+        return []
+    return [reduce(lambda a, b: graph.call_function(operator.add, (a, b)), terms)]
 
 
 def module_of_operations(

@@ -320,8 +320,8 @@ def lower(
     is_planned: bool,
     blocks: BlockWeights | None = None,
 ) -> Lowered:
-    """Builds the chunks of this rank. `is_planned`: the plan was made for this very graph.
-    `blocks`: weights that are not always here.
+    """Builds the chunks of this rank. `is_planned`: the plan was made for these operations, at this
+    length or another. `blocks`: weights that are not always here.
     """
     graphs = []
     for view in job_plan.by_template:
@@ -366,7 +366,7 @@ def _regions(
     plan: Plan, assignment: Assignment, prepared: CapturedModel, stage: int, is_planned: bool
 ) -> Regions:
     """Operations of a stage that are recomputed in backward, with their regions: those that the
-    plan lists, and for another graph of the model (an evaluation, another length) as many.
+    plan lists, and for another graph of the model (an evaluation, one with outputs) as many.
     """
     planned = plan.stages[stage]
     if not is_planned:

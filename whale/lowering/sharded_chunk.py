@@ -34,8 +34,9 @@ class OnGrid:
     """this rank's parts"""
     planned: StageSharding
     is_planned_graph: bool
-    """the plan was made for this very graph; otherwise only the parameters lie as it says, and the
-    rest is chosen here
+    """the plan was made for the operations of this graph, at this length or another; otherwise (an
+    evaluation, a graph of a step with outputs) only the parameters lie as it says, and the rest is
+    chosen here
     """
     communication: RealCommunication
     regions: Regions = field(default_factory=dict)
@@ -81,7 +82,7 @@ class _Modules:
 
     def _sharding(self, program: StageProgram) -> Sharding:
         """The same on all ranks: as planned, or chosen from the same graph for the same number of
-        samples.
+        samples, where the plan knows nothing of its operations.
         """
         planned = self.around.planned
         grid = self.around.communication.grid

@@ -191,7 +191,7 @@ def attention(op: Operation) -> Dims | None:
 NOT_FIRST = "the batch of `{name}` is not dim 0 of its input"
 
 
-@row("conv1d conv2d conv3d", mixes=NOT_FIRST)
+@row("conv1d conv2d conv3d", mixes=NOT_FIRST, batch_first=1)
 def convolution(op: Operation) -> Dims | None:
     """Samples are apart; in one group output channels (n) and input channels (k) may be cut too."""
     if len(op.shapes[0]) != len(op.shapes[1]):
@@ -227,6 +227,7 @@ def batch_norm(op: Operation) -> Dims | None:
     "adaptive_max_pool3d max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d",
     kind="pool",
     mixes=NOT_FIRST,
+    batch_first=1,
 )
 def pooling(op: Operation) -> Dims | None:
     """Samples and channels are apart from each other."""
@@ -237,7 +238,7 @@ def pooling(op: Operation) -> Dims | None:
     return dims([labels], [labels] * len(op.outputs))
 
 
-@row("group_norm instance_norm", mixes=NOT_FIRST)
+@row("group_norm instance_norm", mixes=NOT_FIRST, batch_first=1)
 def group_norm(op: Operation) -> Dims | None:
     """Samples are apart; a norm that keeps running statistics is left whole."""
     if op.name == "instance_norm" and op.argument("running_mean") is not None:
@@ -245,6 +246,22 @@ def group_norm(op: Operation) -> Dims | None:
     labels: list[Label] = ["m", *([None] * (len(op.shapes[0]) - 1))]
     weights: list[Labels] = [[None] * len(shape) for shape in op.shapes[1:]]
     return dims([labels, *weights], [labels])
+
+
+add_rows(
+    "convolution _convolution _convolution_mode conv_transpose1d conv_transpose2d "
+    "conv_transpose3d native_group_norm im2col col2im pixel_shuffle pixel_unshuffle fractional_max_pool2d fractional_max_pool3d "
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d max_pool1d_with_indices max_pool3d_with_indices",
+    batch_first=1,
+)
+add_rows(
+    "upsample_nearest1d upsample_nearest3d upsample_linear1d upsample_bicubic2d "
+    "upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
+    "_upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+    batch_first=1,
+)
+add_rows("max_unpool2d max_unpool3d", batch_first=2)  # with the places of the maxima
+add_rows("grid_sampler grid_sampler_2d grid_sampler_3d", batch_first=2)  # with the grid
 
 
 # --------------------------------------------------------------------------------------------------

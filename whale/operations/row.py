@@ -113,6 +113,12 @@ class Row:
     `class loss`"""
     moves: bool = False
     """entries are moved or repeated, never changed"""
+    batch_first: int = 0
+    """number of leading tensors whose dim 0 is the batch where they hold samples, none of the others
+    holds any; 0: the batch may be any dim"""
+    reads_position: bool = False
+    """a rule of the walk over the samples knows what becomes of the position of a sample in the
+    batch (`arange(batch)`); other operations must not use it, unless they only move it"""
     free: bool = False
     """costs nothing: a view of its input (`reshape` and `flatten` sometimes copy, and are counted
     as if they never did)"""

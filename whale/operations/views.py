@@ -336,6 +336,7 @@ def gather(op: Operation) -> Dims | None:
 
 add_rows("gather take_along_dim", lookup=True)
 add_rows("gather", linear=in_first)
+add_rows("index index_select gather index_put getitem", reads_position=True)
 
 
 @row("one_hot")

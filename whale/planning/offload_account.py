@@ -99,7 +99,7 @@ class OffloadAccount:
         return Homes(found, stage_home, used)
 
     def shares(self, group: Group, devices: DeviceLoads) -> dict[int, float]:
-        """By rank: the fraction of the sizes of a group that it holds."""
+        """Fraction of the sizes of a group that each rank holds."""
         if group.is_grid:
             return dict.fromkeys(group.ranks, 1.0)
         even = (1 / len(group.ranks),) * len(group.ranks)
@@ -349,7 +349,7 @@ class OffloadAccount:
         in_flight: Sequence[int],
         shares: Sequence[int],
     ) -> dict[int, float]:
-        """By rank: bytes of activations that are elsewhere at the same time. `activations`: by
+        """Bytes of activations of each rank that are elsewhere at the same time. `activations`: by
         stage; `shares`: by rank, samples of the largest micro-batch.
         """
         if self.offload.activations == "device":

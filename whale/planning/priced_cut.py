@@ -481,7 +481,7 @@ class PricedCut:
     def _activations(
         self, choice: Choice, schedule: scheduling.Schedule, devices: DeviceLoads
     ) -> dict[int, float]:
-        """By rank: bytes of activations that are elsewhere at the same time."""
+        """Bytes of activations of each rank that are elsewhere at the same time."""
         if not self._is_away:
             return {}
         shares = devices.without_limits().samples_by_rank(self.problem.largest_micro_batch)

@@ -53,7 +53,7 @@ def plan_of_replicas(
     check_specs(specs, problem.cluster.num_devices, problem.batch_size, may_leave_out)
     groups = alike(specs, problem.cluster)
     if len(groups) > 1:
-        refuse_unlike(problem)
+        refuse_heterogeneous(problem)
     drafts = _shared_again(problem, groups, _first_drafts(problem, groups), model)
     plans = [draft.plan(model) for draft in drafts]
     assignment = drafts[0].draft.assignment
@@ -84,7 +84,7 @@ def _refuse_annotations(problem: Problem) -> None:
         )
 
 
-def refuse_unlike(problem: Problem) -> None:
+def refuse_heterogeneous(problem: Problem) -> None:
     """Refuses model replicas that are not alike where results depend on the micro-batches."""
     captured = problem.captured
     if problem.not_additive is not None:
@@ -442,4 +442,4 @@ def _decisions(plans: Sequence[Plan]) -> tuple[Decision, ...]:
     )
 
 
-__all__ = ["ReplicaSpec", "plan_of_replicas", "refuse_unlike"]
+__all__ = ["ReplicaSpec", "plan_of_replicas", "refuse_heterogeneous"]

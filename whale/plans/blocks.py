@@ -19,8 +19,6 @@ Memory = Literal["device", "host", "disk"]
 Shape = tuple[int, ...]
 STATES, GRADIENTS_TOO, WEIGHTS_TOO = 1, 2, 3
 """levels of ZeRO: what is cut"""
-HOMES = ("device", "host", "disk")
-"""memories, the fastest first"""
 
 
 @dataclass(frozen=True)

@@ -189,10 +189,6 @@ class Figures:
     away: tuple[AwayFigures, ...] = ()
     """what is at home elsewhere, by ranks that are alike in it"""
 
-    def away_on(self, rank: int) -> AwayFigures | None:
-        """What this rank has elsewhere; None: nothing."""
-        return next((each for each in self.away if rank in each.ranks), None)
-
     def on(self, rank: int) -> Figures:
         """The figures with the states that this rank holds."""
         return replace(

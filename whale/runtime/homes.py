@@ -165,7 +165,7 @@ class DiskHome(HostHome):
         )
 
     def _copy(self, block: int, copies: Copies, direction: str, after: Moment) -> Moment:
-        """In the thread. When it returns, the host's side of the copy is over."""
+        """Copies a block, in the thread. When it returns, the host's side of the copy is over."""
         self.check(block)
         self._device.select()
         moment = self._device.copy_beside(copies, direction, [after])

@@ -44,7 +44,7 @@ class Pool:
         dtypes: Sequence[torch.dtype],
         device: str,
     ) -> None:
-        """By block: its elements, its slot, and its dtype, which all blocks of a slot share."""
+        """Takes elements, slot and dtype of each block; all blocks of a slot have one dtype."""
         self.slot_of = tuple(slot_of)
         slots: dict[int, Tensor] = {}
         for slot in sorted(set(slot_of)):

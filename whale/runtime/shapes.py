@@ -102,9 +102,8 @@ class Shapes:
         self._executors: dict[tuple[int, int, int], Executor] = {}
         family = self._family(job.prepared, job.sample, apply_plan)
         self._training.add(family)
-        self._planned_for = job.prepared.longest(job.longest)
         self._longest = Longest(job)
-        self.first = self._lowered(family, self._planned_for)
+        self.first = self._lowered(family, job.prepared.longest(job.longest))
 
     @property
     def num_captures(self) -> int:
@@ -214,8 +213,8 @@ class Shapes:
             if family.symbolic is not None:
                 known[key] = family.symbolic.at(numbers)
             else:
-                is_planned = family.is_planned and dict(numbers) == self._planned_for
-                known[key] = self._lower(family.assign, family.prepared.at(numbers), is_planned)
+                at_length = family.prepared.at(numbers)
+                known[key] = self._lower(family.assign, at_length, family.is_planned)
         known.move_to_end(key)
         return known[key]
 

@@ -120,7 +120,7 @@ class Training:
         return replace(result, outputs=self._outputs(done, totals)) if outputs else result
 
     def settle(self) -> None:
-        """On an accelerator: looks at what became of the last step, and raises what is wrong."""
+        """Looks, on an accelerator, at what became of the last step, and raises what is wrong."""
         with self.at_failed_step():
             self.updater.settle()
 

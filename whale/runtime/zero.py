@@ -194,7 +194,7 @@ class _Peers:
         rank: int,
         intervals: Intervals,
     ) -> None:
-        """By block: this rank's interval, and its home where that is not the device."""
+        """Takes this rank's interval of each block, and its home where that is not the device."""
         self._blocks = blocks
         self._parts = parts
         self._elsewhere = elsewhere
@@ -274,7 +274,7 @@ def _move(tensor: Tensor, flat: Tensor) -> None:
 
 
 def trained_parts(zero: Zero | None, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """By name, what the optimizer of this rank updates: parts that hold nothing left out."""
+    """What the optimizer of this rank updates, by name: parts that hold nothing left out."""
     if zero is None:
         return weights
     return {

@@ -193,18 +193,21 @@ def _wave_unit(
     return chain(side[:num_ahead], _in_turn(main, side[num_ahead:]))
 
 
+def _num_loops(name: str, graph: StageGraph) -> int:
+    """Stages on each device, one after the other in loops; another placement is refused."""
+    found = num_loops_of(graph.device_of_stage)
+    if found is None:
+        wanted = "stage s on device s modulo the number of devices"
+        raise ValueError(_wrong_placement(name, graph, wanted))
+    return found
+
+
 def interleaved_orders(graph: StageGraph, num_micro_batch: int) -> Orders:
     """Interleaved 1F1B for any number of micro-batches; with one chunk on each device it
     is 1F1B.
     """
     require_micro_batches(num_micro_batch)
-    num_chunks = num_loops_of(graph.device_of_stage)
-    if num_chunks is None:
-        raise ValueError(
-            _wrong_placement(
-                "interleaved", graph, "stage s on device s modulo the number of devices"
-            )
-        )
+    num_chunks = _num_loops("interleaved", graph)
     num_devices = graph.num_devices
     orders = []
     for device in range(num_devices):
@@ -223,13 +226,7 @@ def zero_bubble_orders(
     `unsplit` stays whole.
     """
     require_micro_batches(num_micro_batch)
-    num_chunks = num_loops_of(graph.device_of_stage)
-    if num_chunks is None:
-        raise ValueError(
-            _wrong_placement(
-                "zero-bubble", graph, "stage s on device s modulo the number of devices"
-            )
-        )
+    num_chunks = _num_loops("zero-bubble", graph)
     num_devices = graph.num_devices
     orders = []
     for device in range(num_devices):

@@ -148,7 +148,7 @@ class Estimator:
 
     @cached_property
     def _kind_numbers(self) -> list[int]:
-        """Of every rank, the place of its kind among the different ones."""
+        """Place of the kind of every rank among the different ones."""
         numbers = {kind: number for number, kind in enumerate(self._different_kinds)}
         return [numbers[kind] for kind in self._kinds]
 

@@ -172,7 +172,7 @@ class Outline:
 
     @staticmethod
     def _thinned(inner: np.ndarray, elapsed: Floats, crossing: Floats) -> np.ndarray:
-        """Of points that are close to each other in time, the one where least crosses."""
+        """The one where least crosses, of all points that are close to each other in time."""
         bins = (elapsed[inner - 1] / elapsed[-1] * MOST_POINTS).astype(np.int64)
         best: dict[int, int] = {}
         for point, place in zip(inner.tolist(), bins.tolist(), strict=True):

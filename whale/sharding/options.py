@@ -36,6 +36,8 @@ RESIZED = VIEWS | EXPANDS | SPLITS | NEW_LIKE
 """operations that get local sizes in `local.py` in place of those that they are given"""
 TRAVEL = "travel"
 """name of the option that sends tokens to their experts"""
+WHOLE = "whole"
+"""name of the option that every operation has: all of it on every device"""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def options_of(op: Operation, states: Mapping[Node, Any]) -> tuple[Option, ...]:
         found += _partial_options(op, row)
     if not any(option.is_cut for option in found):
         found += _by_samples(op, states)
-    whole = Option("whole", (SAME,) * len(op.inputs), (SAME,) * len(op.outputs))
+    whole = Option(WHOLE, (SAME,) * len(op.inputs), (SAME,) * len(op.outputs))
     return (*found, whole)
 
 
@@ -90,6 +92,11 @@ def summa_options(op: Operation) -> list[Option]:
         inputs: tuple[Placement, ...] = (dim, 1, SAME) if bias else (dim, 1)
         options.append(Option(f"summa rows {dim}", inputs, (dim,), "summa"))
     return options
+
+
+def is_summa(name: str) -> bool:
+    """Whether this is the name of an option of SUMMA."""
+    return name.startswith("summa ")
 
 
 def _letter_options(op: Operation, dims: Dims) -> list[Option]:

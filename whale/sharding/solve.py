@@ -67,10 +67,9 @@ def predict_seconds(
     grid: Grid,
     num_samples: int,
     costs: GridCosts,
-    fixed: Mapping[str, Layout] | None = None,
 ) -> float:
     """About the seconds that `solve` would give, in a fraction of its time: to rank grids by."""
-    return Solver(_terms(space, grid, num_samples, costs), fixed or {}).choose(again=False)
+    return Solver(_terms(space, grid, num_samples, costs), {}).choose(again=False)
 
 
 def _terms(space: Space, grid: Grid, num_samples: int, costs: GridCosts) -> Terms:

@@ -30,7 +30,16 @@ from whale.plans.layout import Cut, Layout
 from whale.plans.sharding import ORDER, Sharding
 from whale.sharding.dims import Granules, Value, tensor_of, value_of
 from whale.sharding.expert_rows import journeys
-from whale.sharding.options import PARTIAL, SAME, Option, Placement, options_of, summa_options
+from whale.sharding.options import (
+    PARTIAL,
+    SAME,
+    WHOLE,
+    Option,
+    Placement,
+    is_summa,
+    options_of,
+    summa_options,
+)
 from whale.sharding.repeats import Repeats, find_repeats
 
 
@@ -126,13 +135,20 @@ class Space:
         return self._values[node][1]
 
     def chosen(self, sharding: Sharding) -> dict[Node, dict[str, Option]]:
-        """Operation -> axis -> option, of a sharding of this stage."""
+        """Operation -> axis -> option, of a sharding of this stage. What was planned for another
+        length may be impossible here (a dim of size 1 has no parts): it is done whole then.
+        """
         nodes = list(self.program.captured.graph.nodes)
         found = {}
         for index, names in sharding.choices.items():
             options = {option.name: option for option in self.options[nodes[index]]}
-            by_axis = zip(AXES, names, strict=True)
-            found[nodes[index]] = {axis: options[name] for axis, name in by_axis if name}
+            possible = [name if name in options else WHOLE for name in names if name]
+            if any(map(is_summa, names)) and WHOLE in possible:
+                # the two options of SUMMA go together
+                possible = [WHOLE if is_summa(name) else name for name in possible]
+            axes = [axis for axis, name in zip(AXES, names, strict=True) if name]
+            chosen = zip(axes, possible, strict=True)
+            found[nodes[index]] = {axis: options[name] for axis, name in chosen}
         return found
 
     def _cut_dims(self, node: Node, option: Option) -> Iterator[tuple[Value, int]]:
