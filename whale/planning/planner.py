@@ -39,7 +39,6 @@ from whale.planning.replicas import plan_of_replicas
 from whale.planning.stages import (
     Assignment,
     apply_plan,
-    carries_gradient,
     follow_plan,
     live_operations,
 )
@@ -182,13 +181,14 @@ def _workload(problem: Problem) -> Workload:
     return Workload(
         captured,
         problem.batch_size,
-        carries_gradient(captured),
+        problem.facts.gradients,
         problem.optimizer_ratio,
         problem.dtype,
         share,
         problem.mini_batch_size,
         problem.update_work,
         problem.cluster.layer_times,
+        facts=problem.facts,
     )
 
 

@@ -30,7 +30,7 @@ from whale.planning.pipeline_cuts import PipelineCuts
 from whale.planning.pricing import typical_share
 from whale.planning.problem import Problem, check_loss_and_buffers, precision_decision
 from whale.planning.replica_specs import ReplicaSpec, activations, alike, check_specs
-from whale.planning.stages import Assignment, carries_gradient
+from whale.planning.stages import Assignment
 from whale.planning.task_graphs import TaskGraphs, label_of
 from whale.planning.workload import Workload
 from whale.plans.plan import Decision, Plan
@@ -158,13 +158,14 @@ def _draft(problem: Problem, group: Sequence[ReplicaSpec], num_samples: int) -> 
     workload = Workload(
         own.captured,
         num_samples,
-        carries_gradient(own.captured),
+        own.facts.gradients,
         own.optimizer_ratio,
         own.dtype,
         typical_share(num_samples, spec.num_micro_batch, len(group)),
         own.mini_batch_size,
         own.update_work,
         own.cluster.layer_times,
+        facts=own.facts,
     )
     order = Order("as given", tuple(range(len(devices))))
     names = ", ".join(str(rank) for rank in group[0].ranks)
