@@ -49,7 +49,7 @@ from whale.planning.zero import level_of, with_even_blocks
 from whale.plans.blocks import GRADIENTS_TOO, STATES, WEIGHTS_TOO
 from whale.plans.plan import Decision, Plan
 from whale.plans.shares import DoesNotFit, NotEnoughMemory
-from whale.simulation.simulate import simulate
+from whale.simulation.simulate import step_seconds
 from whale.units import human_seconds
 
 MOST_ACTIONS = 10_000
@@ -140,7 +140,7 @@ def _best_plan(problem: Problem, is_trial: bool = False) -> tuple[Plan, Assignme
         why = f"the slowest device for one micro-batch: {times}"
         return _with_order(assemble(problem, workload, best, model), best, why), best.assignment
     plans = [assemble(problem, workload, draft, model) for draft in drafts]
-    steps = [simulate(plan).gradients_s for plan in plans]
+    steps = [step_seconds(plan).gradients_s for plan in plans]
     fastest = steps.index(min(steps))
     best = drafts[fastest]
     times = ", ".join(

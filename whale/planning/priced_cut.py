@@ -207,6 +207,7 @@ class PricedCut:
             count,
             costs,
             self.problem.schedule_tries,
+            self.problem.is_proved,
         )
         fastest = Priced(stages, schedule, self._device_loads(choice, schedule), schedule)
         if name in FIXED_ORDERS or not self.is_short(fastest):
@@ -230,6 +231,7 @@ class PricedCut:
             count,
             limits,
             FEW_TRIES if is_trial else self.problem.schedule_tries,
+            self.problem.is_proved,
         )
         lean = Priced(stages, schedule, self._device_loads(choice, schedule), fastest.schedule)
         return lean if self._fits(lean) or not self._fits(fastest) else fastest

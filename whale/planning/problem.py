@@ -69,6 +69,8 @@ class Problem:
     """size of the search for each order of actions; None: as large as the list scheduler's own
     budget allows
     """
+    is_proved: bool = True
+    """orders of actions are proved where they are made; False: by who takes one of many plans"""
     facts: GraphFacts = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
     """of the captured graph, shared by all changed copies of a problem"""
 

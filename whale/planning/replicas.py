@@ -36,7 +36,7 @@ from whale.planning.workload import Workload
 from whale.plans.plan import Decision, Plan
 from whale.plans.shares import DoesNotFit, Load, best_shares, check_batch
 from whale.plans.virtual_devices import DevicePlacement, VirtualDevice
-from whale.simulation.simulate import simulate
+from whale.simulation.simulate import step_seconds
 from whale.units import human_seconds
 
 ROUNDS = 4
@@ -397,7 +397,7 @@ def _shared_again(
     best = drafts
     best_s = float("inf")
     for _ in range(ROUNDS):
-        times = [simulate(draft.plan(model)).gradients_s for draft in drafts]
+        times = [step_seconds(draft.plan(model)).gradients_s for draft in drafts]
         if max(times) >= best_s:
             break
         best = drafts
@@ -431,7 +431,7 @@ def _decisions(plans: Sequence[Plan]) -> tuple[Decision, ...]:
     sizes = []
     for plan in plans:
         sizes.append(str(plan.batch_size))
-        times.append(human_seconds(simulate(plan).gradients_s))
+        times.append(human_seconds(step_seconds(plan).gradients_s))
     return (
         Decision(
             "model replicas",

@@ -21,7 +21,7 @@ from whale.search.drafting import Drafted, actions_seconds
 from whale.search.point import Point, Shape
 from whale.search.search import Progress, Search, search
 from whale.search.settings import AUTO, OpenSettings, is_open, settled
-from whale.simulation.simulate import simulate
+from whale.simulation.simulate import step_seconds
 from whale.units import human_bytes, human_seconds, ranges
 
 STRATEGY = "strategy"
@@ -142,7 +142,7 @@ def _is_good_enough(problem: Problem, plan: Plan) -> bool:
     made = Search(problem, OpenSettings.of(problem), Budget())
     everything = tuple(range(problem.cluster.num_devices))
     least = made.estimator.bound(Point(Shape(((everything,),)), 1))
-    return least >= (1 - LEAST_GAIN) * simulate(plan).step_s
+    return least >= (1 - LEAST_GAIN) * step_seconds(plan).step_s
 
 
 def _best_of(
@@ -163,7 +163,7 @@ def _best_of(
         assert plain is not None
         return _with_decision(problem, plain, f"{_counts(done)}; no other plan could be made")
     if plain is not None:
-        step_s = simulate(plain[0]).step_s
+        step_s = step_seconds(plain[0]).step_s
         score_s = step_s + actions_seconds(plain[0])
         if best.score_s > (1 - LEAST_GAIN) * score_s:
             why = f"{_counts(done)}; the best other plan takes {human_seconds(best.step_s)}"
@@ -174,7 +174,7 @@ def _best_of(
 def _why(done: Search, best: Drafted, plain: tuple[Plan, Assignment] | None) -> str:
     others = []
     if plain is not None:
-        others.append(f"data parallel {human_seconds(simulate(plain[0]).step_s)}")
+        others.append(f"data parallel {human_seconds(step_seconds(plain[0]).step_s)}")
     different = {
         each.candidate.describe(): each.step_s
         for each in sorted(done.drafted, key=lambda each: -each.step_s)
@@ -351,7 +351,7 @@ def _with_annotations(problem: Problem) -> tuple[Plan, Assignment]:
                 refused = refused or error
                 continue
             tried += 1
-            score_s = simulate(plan).step_s + actions_seconds(plan)
+            score_s = step_seconds(plan).step_s + actions_seconds(plan)
             steps.append(score_s)
             if best is None or score_s < best[0]:
                 best = (score_s, plan, assignment)

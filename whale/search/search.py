@@ -21,7 +21,7 @@ from whale.planning.schedules import FIXED_ORDERS
 from whale.search.blocks import Blocks
 from whale.search.budget import Budget
 from whale.search.candidate import Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
-from whale.search.drafting import Drafted, Drafting
+from whale.search.drafting import Drafted, Drafting, prove
 from whale.search.estimate import Estimator
 from whale.search.moves import best_cuts, neighbours, nudged
 from whale.search.outline import Outline
@@ -112,6 +112,8 @@ class Search:
             self.polish()
         except KeyboardInterrupt:
             self.is_interrupted = True
+        if self.best is not None:
+            prove(self.best.plan)
 
     # ---- estimates
 
