@@ -25,6 +25,7 @@ bound is the same with no ways, no messages and all devices busy all the time.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,8 +41,8 @@ from whale.search.point import Estimate, Point, Shape
 from whale.search.zero_terms import ZeroTerms
 from whale.simulation.communication import all_reduce_seconds
 
-BISECTIONS = 24
-"""halvings of the time of the slowest stage: to 1e-7 of it"""
+SAME_SECONDS = 1e-4
+"""the slowest stage is found to this part of its time"""
 MOST_REGIONS = 16
 """parts of a stage that are recomputed one after the other, as far as the estimate goes"""
 MEMORY_PART = 0.97
@@ -60,9 +61,14 @@ class _Stage:
     """
     ranks: tuple[int, ...]
 
-    @property
+    @cached_property
     def is_shared(self) -> bool:
         return len(self.ranks) > 1
+
+    @cached_property
+    def both(self) -> list[float]:
+        """Forward and backward together."""
+        return [sum(each) for each in zip(self.forward, self.backward, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,10 @@ class _Ready:
 
     stages: Sequence[_Stage]
     boundaries: Sequence[Boundary]
+    ranks: Sequence[tuple[int, ...]]
+    """of every group of devices, over all replicas"""
+    kinds: Sequence[tuple[DeviceKind, ...]]
+    """different ones of every group"""
 
 
 @dataclass(frozen=True)
@@ -206,7 +216,7 @@ class Estimator:
         bounds = [*cuts, self.outline.num_segments]
         parts = []
         for index, stage in enumerate(stages):
-            flying = point.in_flight(index)
+            flying = point.flying[index]
             parts.append(self._recomputed(stage, bounds[index], bounds[index + 1], flying))
         if not all(math.isfinite(part) for part in parts):
             return Estimate(point, math.inf, cuts, tuple(parts))
@@ -217,8 +227,12 @@ class Estimator:
         """What all cuts of a point have in common; of the last point that was asked for."""
         if self._last is None or self._last[0] != point:
             samples = self._samples(point)
-            stages = self._stages(point, samples)
-            self._last = (point, _Ready(stages, self._boundaries(point, samples)))
+            groups = [self._group(point, index, samples) for index in range(point.shape.num_stages)]
+            stages = [groups[group] for group in point.group_of_stage]
+            ranks = [group.ranks for group in groups]
+            kinds = [tuple(dict.fromkeys(self._kinds[rank] for rank in own)) for own in ranks]
+            boundaries = self._boundaries(point, samples)
+            self._last = (point, _Ready(stages, boundaries, ranks, kinds))
         return self._last[1]
 
     def _samples(self, point: Point) -> tuple[int, ...]:
@@ -239,10 +253,6 @@ class Estimator:
         series = [[samples / speed for samples in range(size + 1)] for speed in speeds]
         least = max(len(ranks) for stages in shape.replicas for ranks in stages)
         return shares_of_series(size, series, min(least, size // number))
-
-    def _stages(self, point: Point, samples: Sequence[int]) -> list[_Stage]:
-        groups = [self._group(point, index, samples) for index in range(point.shape.num_stages)]
-        return [groups[group] for group in point.group_of_stage]
 
     def _group(self, point: Point, index: int, samples: Sequence[int]) -> _Stage:
         """One group of devices, in all replicas."""
@@ -356,19 +366,27 @@ class Estimator:
             return None
         whole = [stage.forward[-1] + stage.backward[-1] for stage in stages]
         low = 1.0 / sum(1.0 / max(each, 1e-30) for each in whole)
-        high = 3.0 * max(whole)
-        best = self._within(point, stages, high)
+        best = self._within(point, stages, 3.0 * max(whole))
         if best is None:
             return None
-        for _ in range(BISECTIONS):
+        high = self._slowest(point, stages, best)
+        while high > low * (1 + SAME_SECONDS):
             middle = math.sqrt(low * high)
             found = self._within(point, stages, middle)
             if found is None:
                 low = middle
             else:
-                high = middle
+                high = self._slowest(point, stages, found)  # at most `middle`
                 best = found
         return best
+
+    def _slowest(self, point: Point, stages: Sequence[_Stage], cuts: tuple[int, ...]) -> float:
+        """Seconds of the slowest stage for one micro-batch."""
+        ends = [*cuts[1:], self.outline.num_segments]
+        slowest = 0.0
+        for stage, start, end, flying in zip(stages, cuts, ends, point.flying, strict=True):
+            slowest = max(slowest, self._stage_seconds(stage, start, end, flying))
+        return slowest
 
     def _within(
         self, point: Point, stages: Sequence[_Stage], limit: float
@@ -380,19 +398,27 @@ class Estimator:
         for index, stage in enumerate(stages):
             cuts.append(start)
             left = len(stages) - index - 1
-            flying = point.in_flight(index)
-            low, high = start, number - left
-            # at least one segment; as many as keep within the limit
-            while low < high:
-                middle = (low + high + 1) // 2
-                if self._stage_seconds(stage, start, middle, flying) <= limit:
-                    low = middle
-                else:
-                    high = middle - 1
-            if low == start:
+            end = self._furthest(stage, start, number - left, point.flying[index], limit)
+            if end == start:
                 return None
-            start = low
+            start = end
         return tuple(cuts) if start == number else None
+
+    def _furthest(self, stage: _Stage, start: int, most: int, in_flight: int, limit: float) -> int:
+        """Where a stage ends, at most, that starts here and takes at most `limit` seconds."""
+        low, high = start, most
+        if not (self.zero and stage.is_shared):
+            # what is recomputed and what ZeRO sends only add to the prefix sums
+            high = min(high, bisect_right(stage.both, stage.both[start] + limit) - 1)
+            if high > start and self._recomputed(stage, start, high, in_flight) == 0.0:
+                return high
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._stage_seconds(stage, start, middle, in_flight) <= limit:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def _stage_seconds(self, stage: _Stage, start: int, end: int, in_flight: int) -> float:
         """Line (1)."""
@@ -463,8 +489,8 @@ class Estimator:
         for index in range(len(stages)):
             closes.append(longest - tail)
             tail += backward[index] + (messages[index] if index < len(messages) else 0.0)
-        end_s = self._reduced(point, bounds, closes, backward)
-        return end_s + self._update(point, bounds)
+        end_s = self._reduced(point, ready, bounds, closes, backward)
+        return end_s + self._update(point, ready, bounds)
 
     def _messages(
         self, boundaries: Sequence[Boundary], bounds: Sequence[int]
@@ -512,6 +538,7 @@ class Estimator:
     def _reduced(
         self,
         point: Point,
+        ready: _Ready,
         bounds: Sequence[int],
         closes: Sequence[float],
         backward: Sequence[float],
@@ -522,10 +549,7 @@ class Estimator:
         free: dict[str, float] = {}
         end_s = max(closes)
         groups = point.group_of_stage
-        all_ranks = [
-            tuple(sorted(rank for each in point.shape.replicas for rank in each[index]))
-            for index in range(point.shape.num_stages)
-        ]
+        all_ranks = ready.ranks
         wanted = [
             (index, all_ranks[groups[index]], sums[bounds[index + 1]] - sums[bounds[index]])
             for index in reversed(range(len(groups)))
@@ -547,8 +571,8 @@ class Estimator:
             byte_s, bucket_s, cards = self._ring(ranks)
             buckets = max(1, math.ceil(num_bytes / bucket_bytes)) if self._overlaps else 1
             seconds = (num_bytes * byte_s + buckets * bucket_s) * left
-            ready = closes[index] - backward[index] * (1 - 1 / buckets)
-            start = max([ready, *(free.get(host, 0.0) for host, _ in cards)])
+            ready_s = closes[index] - backward[index] * (1 - 1 / buckets)
+            start = max([ready_s, *(free.get(host, 0.0) for host, _ in cards)])
             end = max(start + seconds, closes[index] + seconds / buckets)
             for host, each in cards:
                 free[host] = max(start, free.get(host, 0.0)) + left * num_bytes * each
@@ -571,7 +595,7 @@ class Estimator:
     def _trained(self) -> list[float]:
         return _sums(self.outline.trained_bytes)
 
-    def _update(self, point: Point, bounds: Sequence[int]) -> float:
+    def _update(self, point: Point, ready: _Ready, bounds: Sequence[int]) -> float:
         """Seconds of the optimizer on the slowest device."""
         ratio = self.outline.problem.optimizer_ratio
         work = self.outline.problem.update_work
@@ -580,9 +604,9 @@ class Estimator:
             trained[group] += self._trained[bounds[index + 1]] - self._trained[bounds[index]]
         slowest = 0.0
         for group, num_bytes in enumerate(trained):
-            ranks = [rank for each in point.shape.replicas for rank in each[group]]
+            ranks = ready.ranks[group]
             shared = num_bytes if len(ranks) > 1 else 0.0
-            for kind in {self._kinds[rank] for rank in ranks}:
+            for kind in ready.kinds[group]:
                 seconds = update_seconds(int(num_bytes), int(shared), 1, ratio, kind, work)
                 if self.zero:
                     seconds /= len(ranks)
