@@ -19,7 +19,7 @@ from whale.plans.shares import DoesNotFit
 from whale.search.budget import Budget
 from whale.search.drafting import Drafted, actions_seconds
 from whale.search.point import Point, Shape
-from whale.search.search import Progress, Search, search
+from whale.search.search import Progress, Search, new_search, search
 from whale.search.settings import AUTO, OpenSettings, is_open, settled
 from whale.simulation.simulate import step_seconds
 from whale.units import human_bytes, human_seconds, ranges
@@ -53,9 +53,10 @@ def choose_plan(problem: Problem, progress: Report = silent) -> tuple[Plan, Assi
     if is_annotated(problem):
         return _with_annotations(problem)
     plain, refused = data_parallel(problem)
-    if plain is not None and _is_good_enough(problem, plain[0]):
+    done = new_search(problem, OpenSettings.of(problem), progress=progress)
+    if plain is not None and _is_good_enough(done, plain[0]):
         return _with_decision(problem, plain, "no other plan can be faster by more than 1 %")
-    done = search(problem, OpenSettings.of(problem), progress=progress)
+    done.run()
     return _best_of(problem, done, plain, refused)
 
 
@@ -135,12 +136,11 @@ def data_parallel(
         return None, error
 
 
-def _is_good_enough(problem: Problem, plan: Plan) -> bool:
+def _is_good_enough(made: Search, plan: Plan) -> bool:
     """Whether no plan on these devices can be faster by more than `LEAST_GAIN`: the step is near to
     what it takes with all devices busy all the time.
     """
-    made = Search(problem, OpenSettings.of(problem), Budget())
-    everything = tuple(range(problem.cluster.num_devices))
+    everything = tuple(range(made.problem.cluster.num_devices))
     least = made.estimator.bound(Point(Shape(((everything,),)), 1))
     return least >= (1 - LEAST_GAIN) * step_seconds(plan).step_s
 
