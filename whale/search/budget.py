@@ -21,7 +21,9 @@ class Budget:
     """estimates of moved cuts, for each candidate that is drafted"""
     drafts: int = 8
     sure: int = 3
-    """candidates that are drafted though their estimate is much longer than the best step"""
+    """candidates that are drafted though their estimate is longer than the best step"""
+    slower: float = 1.1
+    """the others are drafted where their estimate is at most so many times the best step"""
     waves: int = 3
     """candidates with several stages on each group of devices that are drafted"""
     equal: int = 0
@@ -82,10 +84,10 @@ class Budget:
         if num_devices > MANY_DEVICES:
             return Budget(
                 estimates=estimates,
-                cut_moves=60,
-                drafts=4,
+                drafts=3,
                 sure=1,
-                waves=1,
+                slower=1.0,
+                waves=0,
                 unlike=1,
                 smaller=1,
                 split=1,

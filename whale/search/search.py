@@ -34,8 +34,6 @@ from whale.search.split_drafts import draft_split, draft_tensor_groups, draft_ze
 
 LOOKED_AT = 3
 """so many times more estimates get their best cuts than are drafted"""
-MUCH = 1.1
-"""after some drafts, those that are estimated to take so many times the best are left out"""
 NEARLY = 1.02
 """others than the best are drafted where their estimate is at most so many times the best"""
 NEAR_POINT = 1.05
@@ -273,8 +271,9 @@ class Search:
         for number, estimate in enumerate(ordered, start=1):
             best = self.best
             if best is not None:
-                is_slower = number > self.budget.sure and estimate.step_s > MUCH * best.score_s
-                if number > most or is_slower or self._is_hopeless(estimate, best):
+                is_slower = estimate.step_s > self.budget.slower * best.score_s
+                is_late = number > most or (is_slower and number > self.budget.sure)
+                if is_late or self._is_hopeless(estimate, best):
                     break
             elif number > MOST_REFUSED * most:
                 break
@@ -402,6 +401,8 @@ class Search:
         here = self.point_of[best.candidate]
         best_s = self.with_best_cuts(estimator.estimate(here), memory).step_s
         for point in neighbours(here, self.settings, self.outline):
+            if point.num_chunks > here.num_chunks and not self.budget.waves:
+                continue
             if point not in known and self._neighbours_left > 0:
                 self._neighbours_left -= 1
                 estimate = estimator.estimate(point)
