@@ -95,6 +95,8 @@ class Search:
         self.point_of: dict[Candidate, Point] = {}
         self.blocks = Blocks(self)
         self._all_shapes: list[Shape] = []
+        self._families: set[object] = set()
+        """of estimates that were drafted"""
         self._signatures: set[object] = set()
 
     @property
@@ -268,6 +270,7 @@ class Search:
         estimates = self._different(estimates)
         moved = [self.with_best_cuts(each) for each in estimates[:number_moved]]
         ordered = sorted(moved, key=lambda each: each.step_s) + estimates[number_moved:]
+        ordered = self._different(ordered)
         for number, estimate in enumerate(ordered, start=1):
             best = self.best
             if best is not None:
@@ -278,27 +281,32 @@ class Search:
             elif number > MOST_REFUSED * most:
                 break
             self.report("plans", number, most)
+            self._families.add(self._family(estimate))
             self.draft(self.candidate_of(estimate))
 
     def _different(self, estimates: Iterable[Estimate]) -> list[Estimate]:
-        """Without those that only call by another name what is the same: one stage, or the same
-        devices at every stage, all of one kind, as several narrow replicas or as one wide one.
-        """
+        """Without those that only call by another name what is the same, or was drafted before."""
         found: dict[object, Estimate] = {}
         for estimate in estimates:
-            point = estimate.point
-            stages = []
-            for groups in zip(*point.shape.replicas, strict=True):
-                stages.append(tuple(sorted(self.labels[rank] for own in groups for rank in own)))
-            key: object = point
-            if len(stages) == 1 or all(map(self._is_of_one_kind, stages)):
-                seconds = f"{estimate.step_s:.9g}"
-                key = (tuple(stages), point.num_micro_batch, point.num_chunks, seconds)
-            found.setdefault(key, estimate)
+            key = self._family(estimate)
+            if key not in self._families:
+                found.setdefault(key, estimate)
         return list(found.values())
 
-    def _is_of_one_kind(self, labels: Sequence[str]) -> bool:
-        return len({label.split()[0] for label in labels}) == 1
+    def _family(self, estimate: Estimate) -> object:
+        """Equal for points with the same step on the same kinds of devices at every stage, each of
+        one kind, or in one stage: as several narrow replicas, as one wide one, on other hosts.
+        """
+        point = estimate.point
+        kinds = self.problem.cluster.devices
+        stages = []
+        for groups in zip(*point.shape.replicas, strict=True):
+            names = [kinds[rank].kind.name for ranks in groups for rank in ranks]
+            if len(point.shape.replicas[0]) > 1 and len(set(names)) > 1:
+                return point
+            stages.append(tuple(sorted(names)))
+        seconds = f"{estimate.step_s:.6g}"
+        return tuple(stages), point.num_micro_batch, point.num_chunks, seconds
 
     def draft_waves(self) -> None:
         """Several stages on each group of devices. How good they are depends on the order of
@@ -408,8 +416,10 @@ class Search:
                 estimate = estimator.estimate(point)
                 if estimate.step_s <= max(NEAR_POINT * best_s, NEARLY * best.score_s):
                     found.append(self.with_best_cuts(estimate, memory))
-        for number, estimate in enumerate(sorted(found, key=lambda each: each.step_s), start=1):
+        ordered = self._different(sorted(found, key=lambda each: each.step_s))
+        for number, estimate in enumerate(ordered, start=1):
             self.report("neighbours", number, len(found))
+            self._families.add(self._family(estimate))
             self.draft(self.candidate_of(estimate, memory))
         return self.best is not best
 

@@ -84,7 +84,9 @@ class StageMemory:
                 return math.inf
             spare = in_flight * saved - least
             needed = (in_flight * saved - left_bytes) / spare if spare > 0 else 0.0
-            part = max(part, min(1.0, needed))
+            # only whole regions are recomputed
+            number = max(1, int(regions))
+            part = max(part, min(1.0, math.ceil(needed * number) / number))
         return part
 
     @cached_property
