@@ -10,7 +10,7 @@ import whale as wh
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
 from whale.plans.plan import Plan
 from whale.search import choose
-from whale.search.search import Search, search
+from whale.search.search import Search, new_search, search
 from whale.search.shapes import compositions, device_classes, shapes
 
 WIDTH = 64
@@ -185,10 +185,10 @@ def test_one_large_device_beside_a_pipeline_of_small_ones(monkeypatch: pytest.Mo
     done: list[Search] = []
 
     def kept(*args: object, **options: object) -> Search:
-        done.append(search(*args, **options))  # type: ignore[arg-type]
+        done.append(new_search(*args, **options))  # type: ignore[arg-type]
         return done[-1]
 
-    monkeypatch.setattr(choose, "search", kept)
+    monkeypatch.setattr(choose, "new_search", kept)
     wh.plan(Net(layers=16), torch.randn(BATCH, 512, WIDTH), cluster=cluster, config={})
     unlike = [each for each in done[0].drafted if not each.candidate.are_alike]
     assert unlike and len(unlike[0].plan.templates) == 2

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from whale.cluster.cluster import Cluster
 from whale.names import listed, num_shown
@@ -109,11 +110,27 @@ class DeviceLoads:
         )
 
     def without_limits(self) -> DeviceLoads:
+        return self._unlimited
+
+    @cached_property
+    def _unlimited(self) -> DeviceLoads:
         return replace(
             self, memory=tuple(replace(memory, capacity_bytes=0) for memory in self.memory)
         )
 
     def divide(self, size: int) -> Division:
+        """The samples of a micro-batch of that size, by speed and under memory; looked up the
+        second time.
+        """
+        if size not in self._divisions:
+            self._divisions[size] = self._divide(size)
+        return self._divisions[size]
+
+    @cached_property
+    def _divisions(self) -> dict[int, Division]:
+        return {}
+
+    def _divide(self, size: int) -> Division:
         limited = [
             Load(load.sample_s, load.fixed_s, memory.most_samples())
             for load, memory in zip(self.loads, self.memory, strict=True)

@@ -35,7 +35,6 @@ from whale.planning.split import Split
 from whale.planning.stages import (
     Assignment,
     assign_stages,
-    live_operations,
     make_assignment,
     move_free_operations,
 )
@@ -163,7 +162,7 @@ class OrderDrafts:
 
     @cached_property
     def _operations(self) -> list[Node]:
-        return live_operations(self.problem.captured)
+        return list(self.problem.facts.operations)
 
     @cached_property
     def _cuts(self) -> PipelineCuts:

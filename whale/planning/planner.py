@@ -39,7 +39,6 @@ from whale.planning.replicas import plan_of_replicas
 from whale.planning.stages import (
     Assignment,
     apply_plan,
-    carries_gradient,
     follow_plan,
     live_operations,
 )
@@ -50,7 +49,7 @@ from whale.planning.zero import level_of, with_even_blocks
 from whale.plans.blocks import GRADIENTS_TOO, STATES, WEIGHTS_TOO
 from whale.plans.plan import Decision, Plan
 from whale.plans.shares import DoesNotFit, NotEnoughMemory
-from whale.simulation.simulate import simulate
+from whale.simulation.simulate import step_seconds
 from whale.units import human_seconds
 
 MOST_ACTIONS = 10_000
@@ -141,7 +140,7 @@ def _best_plan(problem: Problem, is_trial: bool = False) -> tuple[Plan, Assignme
         why = f"the slowest device for one micro-batch: {times}"
         return _with_order(assemble(problem, workload, best, model), best, why), best.assignment
     plans = [assemble(problem, workload, draft, model) for draft in drafts]
-    steps = [simulate(plan).gradients_s for plan in plans]
+    steps = [step_seconds(plan).gradients_s for plan in plans]
     fastest = steps.index(min(steps))
     best = drafts[fastest]
     times = ", ".join(
@@ -182,13 +181,14 @@ def _workload(problem: Problem) -> Workload:
     return Workload(
         captured,
         problem.batch_size,
-        carries_gradient(captured),
+        problem.facts.gradients,
         problem.optimizer_ratio,
         problem.dtype,
         share,
         problem.mini_batch_size,
         problem.update_work,
         problem.cluster.layer_times,
+        facts=problem.facts,
     )
 
 

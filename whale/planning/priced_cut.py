@@ -10,18 +10,13 @@ from functools import cached_property, partial
 from math import inf
 
 from whale import scheduling
-from whale.capture.graph import CapturedGraph
-from whale.capture.sample_states import batch_dim
-from whale.operations.nodes import trains_batch_norm
 from whale.planning.balance import DeviceLoads, refuse_unless_it_fits
+from whale.planning.cut_account import CutAccount
 from whale.planning.cuts import SAME_TIME
-from whale.planning.describe import crossings, describe_stages, holders
-from whale.planning.offload import Offload
-from whale.planning.offload_account import UPDATE_PASSES, OffloadAccount
+from whale.planning.describe import crossings, describe_stages
 from whale.planning.pricing import stage_seconds
-from whale.planning.problem import Problem
-from whale.planning.recompute import Counts, Regions
-from whale.planning.recompute_choice import Choice, Demand, Stages, enough
+from whale.planning.recompute import Counts
+from whale.planning.recompute_choice import Choice, Demand, enough
 from whale.planning.schedules import (
     FIXED_ORDERS,
     MemoryLimits,
@@ -30,18 +25,9 @@ from whale.planning.schedules import (
     lean_schedule,
     schedule_costs,
 )
-from whale.planning.split import Split, together_seconds
-from whale.planning.split_memory import activations_on_grid, grid_memory, repeated_part
-from whale.planning.stages import Assignment
-from whale.planning.task_graphs import TaskGraphs
-from whale.planning.workload import Workload
-from whale.planning.zero import ZeroChoice, level_of
-from whale.planning.zero_blocks import Sharing
-from whale.plans.away import StageActivations
-from whale.plans.blocks import GRADIENTS_TOO, STATES
-from whale.plans.plan import Crossing, DeviceMemory, Stage
-from whale.plans.shares import Load
-from whale.plans.virtual_devices import DevicePlacement, VirtualDevice
+from whale.planning.split import together_seconds
+from whale.planning.split_memory import repeated_part
+from whale.plans.plan import Crossing, Stage
 
 FEW_TRIES = 1
 """the least that a search does: known orders and a handful of passes"""
@@ -64,42 +50,8 @@ class Priced:
 
 
 @dataclass(frozen=True)
-class PricedCut:
+class PricedCut(CutAccount):
     """One cut into stages, with the price of every choice of what is recomputed."""
-
-    problem: Problem
-    workload: Workload
-    task_graphs: TaskGraphs
-    split: Split
-    assignment: Assignment
-    device_of_stage: tuple[int, ...]
-
-    @property
-    def placement(self) -> DevicePlacement:
-        return self.split.placement
-
-    @cached_property
-    def _stages_saved(self) -> Stages:
-        """What each stage saves for backward, by what of it is recomputed."""
-        wanted = self.problem.config.recompute
-        return Stages(self.workload, self.assignment, wanted, is_away=self._is_away)
-
-    @property
-    def _is_away(self) -> bool:
-        """Activations are at home elsewhere."""
-        return self.offload.activations != "device"
-
-    @cached_property
-    def _stages_here(self) -> Stages:
-        """The same if activations stayed on the device."""
-        return replace(self._stages_saved, is_away=False)
-
-    def regions(self, stages: Sequence[Stage]) -> tuple[Regions, ...]:
-        """What is recomputed in backward, by stage."""
-        return tuple(
-            self._stages_saved.regions(stage.index, (stage.num_regions, stage.num_recomputed))
-            for stage in stages
-        )
 
     @cached_property
     def crossings(self) -> tuple[Crossing, ...]:
@@ -207,6 +159,7 @@ class PricedCut:
             count,
             costs,
             self.problem.schedule_tries,
+            self.problem.is_proved,
         )
         fastest = Priced(stages, schedule, self._device_loads(choice, schedule), schedule)
         if name in FIXED_ORDERS or not self.is_short(fastest):
@@ -230,6 +183,7 @@ class PricedCut:
             count,
             limits,
             FEW_TRIES if is_trial else self.problem.schedule_tries,
+            self.problem.is_proved,
         )
         lean = Priced(stages, schedule, self._device_loads(choice, schedule), fastest.schedule)
         return lean if self._fits(lean) or not self._fits(fastest) else fastest
@@ -370,229 +324,7 @@ class PricedCut:
         homes = self.account.homes(priced.device_loads, activations)
         return self.account.shortage(homes) is None
 
-    def _most_on_grid(
-        self,
-        stages: Sequence[int],
-        schedule: scheduling.Schedule,
-        whole: DeviceMemory,
-        choice: Mapping[int, Counts],
-    ) -> DeviceMemory:
-        """Memory of the place of their grid that needs most, from that of one device that runs these
-        stages alone.
-        """
-        return max(
-            self._on_grid(stages, whole, choice, schedule), key=lambda part: part.static_bytes
-        )
-
-    def _on_grid(
-        self,
-        stages: Sequence[int],
-        whole: DeviceMemory,
-        choice: Mapping[int, Counts],
-        schedule: scheduling.Schedule,
-    ) -> list[DeviceMemory]:
-        """Memory of every place of their grid."""
-        flying = [scheduling.peaks_in_flight(schedule)[stage] for stage in stages]
-        regions = {stage: self._stages_saved.regions(stage, choice[stage]) for stage in stages}
-        return grid_memory(self.workload, self.split, stages, whole, flying, regions, self._is_away)
-
-    def _device_loads(
-        self, choice: Choice, schedule: scheduling.Schedule, shares_blocks: bool = True
-    ) -> DeviceLoads:
-        """Load and memory of every rank. On a grid a sample is one of the replica's, which all its
-        devices do together. `shares_blocks`: with the level of ZeRO that is asked for.
-        """
-        problem = self.problem
-        workload = self.workload
-        kinds = [device.kind for device in problem.cluster.devices]
-        loads = {}
-        memory = {}
-        for device in self.placement.virtual_devices:
-            stages = self._stages_of(device)
-            operations = [
-                node for stage in stages for node in self.assignment.slices[stage].operations
-            ]
-            again = {
-                node
-                for stage in stages
-                for node in self._stages_saved.regions(stage, choice[stage])
-            }
-            is_here = device.grid is not None or not shares_blocks
-            known = self._stages_here if is_here else self._stages_saved
-            needed = known.memory(stages, dict(enumerate(choice)), schedule.orders[device.index])
-            if device.grid is not None:
-                load = Load(
-                    sum(self._grid_seconds(stage, choice[stage]) for stage in stages)
-                    / self.split.num_samples
-                )
-                for place, part in enumerate(
-                    self._on_grid(stages, needed, dict(enumerate(choice)), schedule)
-                ):
-                    for rank in (members[place] for members in device.ranks):
-                        loads[rank], memory[rank] = (
-                            load,
-                            replace(part, capacity_bytes=kinds[rank].memory_bytes),
-                        )
-                continue
-            if not self.zero.level:
-                needed = needed.with_shared(self._shared_bytes(tuple(stages)))
-            totals = {
-                kind: workload.times(operations, kind, again).total
-                for kind in {kinds[rank] for rank in device.all_ranks}
-            }
-            for rank in device.all_ranks:
-                loads[rank] = Load(totals[kinds[rank]].sample_s, totals[kinds[rank]].fixed_s)
-                memory[rank] = replace(needed, capacity_bytes=kinds[rank].memory_bytes)
-        ranks = range(problem.cluster.num_devices)
-        least = _least_samples(problem.captured, self.assignment)
-        if self.zero.level >= GRADIENTS_TOO and any(
-            len(group.ranks) > 1 for group in self.zero.groups
-        ):
-            least = 1  # all ranks of a block meet in every backward
-        devices = DeviceLoads(
-            self.placement.virtual_devices,
-            tuple(loads[rank] for rank in ranks),
-            tuple(memory[rank] for rank in ranks),
-            tuple(kind.name for kind in kinds),
-            least,
-            workload.batch_bytes / (problem.mini_batch_size or problem.batch_size),
-        )
-        if not shares_blocks:
-            return devices
-        if self.zero.level:
-            devices = self._with_zero(devices)
-        if not self.offload.is_any:
-            return devices
-        return self.account.apply(devices, self._activations(choice, schedule, devices))
-
-    def _with_zero(self, devices: DeviceLoads) -> DeviceLoads:
-        """The devices with parts of the blocks: as much as each has memory for, of what stays on
-        devices.
-        """
-        size = self.problem.largest_micro_batch
-        if not self.offload.has_blocks:
-            return self.zero.apply(devices, size)
-        if self.offload.level == STATES < self.zero.level:
-            without = tuple(replace(each, optimizer_bytes=0) for each in devices.memory)
-            light = replace(self.zero, ratio=0.0).apply(replace(devices, memory=without), size)
-            return self.zero.with_fractions(devices, light.fractions)
-        return self.zero.with_fractions(devices, {})
-
-    def _activations(
-        self, choice: Choice, schedule: scheduling.Schedule, devices: DeviceLoads
-    ) -> dict[int, float]:
-        """Bytes of activations of each rank that are elsewhere at the same time."""
-        if not self._is_away:
-            return {}
-        shares = devices.without_limits().samples_by_rank(self.problem.largest_micro_batch)
-        in_flight = scheduling.peaks_in_flight(schedule)
-        return self.account.activation_bytes(self.activations(choice), in_flight, shares)
-
-    def activations(self, choice: Choice) -> list[StageActivations]:
-        """What every stage saves of a micro-batch, if that is at home elsewhere."""
-        return [self._activations_of(stage, counts) for stage, counts in enumerate(choice)]
-
-    def _activations_of(self, stage: int, counts: Counts) -> StageActivations:
-        if stage not in self.split.shardings:
-            return self._stages_saved.activations_of(stage, counts)
-        if (stage, counts) not in self._known_activations:
-            self._known_activations[stage, counts] = activations_on_grid(
-                self.workload,
-                self.split.spaces[stage],
-                self.split.shardings[stage],
-                self._stages_saved.regions(stage, counts),
-            )
-        return self._known_activations[stage, counts]
-
-    @cached_property
-    def _known_activations(self) -> dict[tuple[int, Counts], StageActivations]:
-        return {}
-
-    @cached_property
-    def account(self) -> OffloadAccount:
-        """What is at home elsewhere, and what that costs."""
-        ratio = self.workload.optimizer_ratio
-        passes = UPDATE_PASSES + 2 * ratio
-        work = self.problem.update_work
-        if self.problem.updates_whole and work is not None:
-            passes = work.passes  # torch has no fused form of these on the CPU
-        return OffloadAccount(
-            self.offload, self.problem.cluster, self.zero, self.split, self.workload, passes
-        )
-
-    @cached_property
-    def offload(self) -> Offload:
-        """Where the classes of tensors are at home."""
-        wanted = self.problem.offload or Offload.of(self.problem.config)
-        return wanted.as_run(self.problem.cluster.has_accelerators_only)
-
-    @cached_property
-    def zero(self) -> ZeroChoice:
-        """ZeRO of the level that the config asks for, or that what is at home elsewhere takes."""
-        sharing = Sharing(
-            self.problem.captured,
-            holders(self.problem.captured, self.assignment),
-            self.device_of_stage,
-            self.placement.virtual_devices,
-            self.problem.updates_whole,
-            alone=self.offload.is_any,
-        )
-        level = max(level_of(self.problem.config.zero), self.offload.level)
-        return ZeroChoice(sharing, level, self.workload.optimizer_ratio)
-
     def whole_loads(self, priced: Priced) -> DeviceLoads:
         """Load and memory of every rank if nothing were cut over ranks."""
         choice = tuple((stage.num_regions, stage.num_recomputed) for stage in priced.stages)
         return self._device_loads(choice, priced.schedule, shares_blocks=False)
-
-    def _grid_seconds(self, stage: int, counts: Counts) -> float:
-        """Seconds of one micro-batch, its share of the all-reduces of gradients included."""
-        sharding = self.split.shardings[stage]
-        again = repeated_part(
-            self.workload, self.split.spaces[stage], self._stages_saved.regions(stage, counts)
-        )
-        return sum(together_seconds(sharding, 1, again)) + sharding.sum_seconds
-
-    def _stages_of(self, device: VirtualDevice) -> list[int]:
-        return [stage for stage, index in enumerate(self.device_of_stage) if index == device.index]
-
-    def _shared_bytes(self, stages: tuple[int, ...]) -> int:
-        """Bytes of gradients on these stages, all those of one VirtualDevice, that are all-reduced
-        with other devices.
-        """
-        return self._shared_bytes_of_device[self.device_of_stage[stages[0]]] if stages else 0
-
-    @cached_property
-    def _shared_bytes_of_device(self) -> dict[int, int]:
-        problem = self.problem
-        replicas = self.placement.num_replicas
-        devices = self.placement.virtual_devices
-        found = dict.fromkeys(range(len(devices)), 0)
-        for name, held_by in holders(problem.captured, self.assignment).items():
-            owners = {self.device_of_stage[stage] for stage in held_by}
-            state = problem.captured.state[name]
-            if (
-                state.kind == "parameter"
-                and state.trainable
-                and (
-                    problem.has_other_replicas
-                    or len(owners) > 1
-                    or replicas * devices[min(owners)].num_devices > 1
-                )
-            ):
-                for owner in owners:
-                    found[owner] += state.num_bytes
-        return found
-
-
-def _least_samples(captured: CapturedGraph, assignment: Assignment) -> int:
-    """0 where a device may skip a micro-batch: no sums over devices inside it, no buffers to
-    update, no value without samples to send.
-    """
-    sums_inside = any(
-        trains_batch_norm(node) or "all_reduce" in node.meta for node in captured.compute_nodes()
-    )
-    unbatched = any(
-        batch_dim(node, captured.batch_symbol) is None for node, _, _ in assignment.crossings
-    )
-    return 1 if sums_inside or unbatched or captured.buffer_updates else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.fx import Node
 
@@ -16,6 +16,7 @@ from whale.config import Config
 from whale.costs.layer_times import measured_regions
 from whale.costs.update_work import UpdateWork
 from whale.operations.nodes import named_args, op_name
+from whale.planning.graph_facts import GraphFacts
 from whale.planning.offload import Offload
 from whale.planning.stages import RECOMPUTED, slice_stage
 from whale.planning.workload import ADAM_STATE
@@ -68,6 +69,14 @@ class Problem:
     """size of the search for each order of actions; None: as large as the list scheduler's own
     budget allows
     """
+    is_proved: bool = True
+    """orders of actions are proved where they are made; False: by who takes one of many plans"""
+    facts: GraphFacts = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
+    """of the captured graph, shared by all changed copies of a problem"""
+
+    def __post_init__(self) -> None:
+        if self.facts is None or self.facts.captured is not self.captured:
+            object.__setattr__(self, "facts", GraphFacts(self.captured))
 
     @property
     def has_other_replicas(self) -> bool:

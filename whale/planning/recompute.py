@@ -26,7 +26,7 @@ from torch.fx import Node
 from whale.capture.graph import CapturedGraph
 from whale.capture.guards import RECOMPUTE_TAG
 from whale.costs.backward_workspace import live_between
-from whale.costs.costs import value_bytes
+from whale.costs.costs import NodeCost, value_bytes
 from whale.names import nearest
 from whale.operations.nodes import trains_batch_norm
 
@@ -46,8 +46,11 @@ def regions_of_stage(
     gradients: Collection[Node],
     counts: Counts,
     wanted: Recompute,
+    sizes: Mapping[Node, NodeCost] | None = None,
 ) -> dict[Node, Hashable]:
-    """All regions of a stage: the user's, those of the config's names, those of the planner."""
+    """All regions of a stage: the user's, those of the config's names, those of the planner.
+    `sizes`: costs for the sample batch, where they are known.
+    """
     num_regions, num_recomputed = counts
     names = [] if isinstance(wanted, (bool, str)) else list(wanted)
     asked = {
@@ -55,7 +58,8 @@ def regions_of_stage(
     }
     regions = _runs(operations, gradients, asked.get)
     if num_recomputed:
-        parts = cut_regions(_free(operations, gradients, regions), num_regions, captured)
+        free = _free(operations, gradients, regions)
+        parts = cut_regions(free, num_regions, captured, sizes)
         planned = {
             node: ("planned", index)
             for index, part in enumerate(parts[:num_recomputed])
@@ -135,13 +139,18 @@ def _free(operations: Sequence[Node], gradients: Collection[Node], taken: Region
 
 
 def cut_regions(
-    operations: Sequence[Node], count: int, captured: CapturedGraph
+    operations: Sequence[Node],
+    count: int,
+    captured: CapturedGraph,
+    sizes: Mapping[Node, NodeCost] | None = None,
 ) -> list[list[Node]]:
     """The operations in at most `count` runs of about the same bytes, each cut within half a run of
     its place where least is alive.
     """
 
     def size_of(node: Node) -> int:
+        if sizes is not None:
+            return sizes[node].output_bytes
         return value_bytes(node, captured.batch_symbol, captured.batch_size)
 
     alive = live_between(operations, size_of)

@@ -99,7 +99,12 @@ class Stages:
         if (stage, counts) not in self._known:
             operations = self.assignment.slices[stage].operations
             regions = regions_of_stage(
-                self.workload.captured, operations, self.assignment.gradients, counts, self.wanted
+                self.workload.captured,
+                operations,
+                self.assignment.gradients,
+                counts,
+                self.wanted,
+                self.workload.facts.costs(self.workload.captured.batch_size),
             )
             memory = self.workload.stage_memory(operations, self._crossing[stage], regions)
             if self.is_away:

@@ -30,13 +30,13 @@ from whale.planning.pipeline_cuts import PipelineCuts
 from whale.planning.pricing import typical_share
 from whale.planning.problem import Problem, check_loss_and_buffers, precision_decision
 from whale.planning.replica_specs import ReplicaSpec, activations, alike, check_specs
-from whale.planning.stages import Assignment, carries_gradient
+from whale.planning.stages import Assignment
 from whale.planning.task_graphs import TaskGraphs, label_of
 from whale.planning.workload import Workload
 from whale.plans.plan import Decision, Plan
 from whale.plans.shares import DoesNotFit, Load, best_shares, check_batch
 from whale.plans.virtual_devices import DevicePlacement, VirtualDevice
-from whale.simulation.simulate import simulate
+from whale.simulation.simulate import step_seconds
 from whale.units import human_seconds
 
 ROUNDS = 4
@@ -158,13 +158,14 @@ def _draft(problem: Problem, group: Sequence[ReplicaSpec], num_samples: int) -> 
     workload = Workload(
         own.captured,
         num_samples,
-        carries_gradient(own.captured),
+        own.facts.gradients,
         own.optimizer_ratio,
         own.dtype,
         typical_share(num_samples, spec.num_micro_batch, len(group)),
         own.mini_batch_size,
         own.update_work,
         own.cluster.layer_times,
+        facts=own.facts,
     )
     order = Order("as given", tuple(range(len(devices))))
     names = ", ".join(str(rank) for rank in group[0].ranks)
@@ -396,7 +397,7 @@ def _shared_again(
     best = drafts
     best_s = float("inf")
     for _ in range(ROUNDS):
-        times = [simulate(draft.plan(model)).gradients_s for draft in drafts]
+        times = [step_seconds(draft.plan(model)).gradients_s for draft in drafts]
         if max(times) >= best_s:
             break
         best = drafts
@@ -430,7 +431,7 @@ def _decisions(plans: Sequence[Plan]) -> tuple[Decision, ...]:
     sizes = []
     for plan in plans:
         sizes.append(str(plan.batch_size))
-        times.append(human_seconds(simulate(plan).gradients_s))
+        times.append(human_seconds(step_seconds(plan).gradients_s))
     return (
         Decision(
             "model replicas",

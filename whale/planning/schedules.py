@@ -68,11 +68,14 @@ def fastest_schedule(
     num_micro_batch: int,
     costs: scheduling.Costs,
     tries: int | None = None,
+    is_proved: bool = True,
 ) -> scheduling.Schedule:
-    """The fastest schedule of this name, whatever the memory. `tries`: size of the search."""
+    """The fastest schedule of this name, whatever the memory. `tries`: size of the search.
+    `is_proved`: as in `scheduling.build`.
+    """
     if name in FIXED_ORDERS:
         return fixed_schedule(name, graph, num_micro_batch)
-    return scheduling.build(name, graph, num_micro_batch, costs, tries=tries)
+    return scheduling.build(name, graph, num_micro_batch, costs, tries=tries, is_proved=is_proved)
 
 
 def lean_schedule(
@@ -81,12 +84,15 @@ def lean_schedule(
     num_micro_batch: int,
     costs: scheduling.Costs,
     tries: int | None = None,
+    is_proved: bool = True,
 ) -> scheduling.Schedule:
     """A schedule within the memory caps of the costs; 1F1B where no order is found that is.
-    `tries`: size of the search.
+    `tries`: size of the search. `is_proved`: as in `scheduling.build`.
     """
     try:
-        return scheduling.build(name, graph, num_micro_batch, costs, tries=tries)
+        return scheduling.build(
+            name, graph, num_micro_batch, costs, tries=tries, is_proved=is_proved
+        )
     except ValueError:  # no order was found that stays within the caps
         return fixed_schedule("1f1b", graph, num_micro_batch)
 

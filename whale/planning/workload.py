@@ -26,14 +26,14 @@ from whale.costs.costs import (
     backward_bytes,
     backward_factors,
     backward_seconds,
-    node_costs,
     seconds,
     split_input,
 )
 from whale.costs.layer_times import MeasuredRegion, measured_regions
 from whale.costs.measured import BATCH_NORM_OVER_DEVICES, curves, measured_seconds
-from whale.costs.saved import Saved, saved_for_backward
+from whale.costs.saved import Saved
 from whale.costs.update_work import UpdateWork
+from whale.planning.graph_facts import GraphFacts
 from whale.planning.stages import StageSlice
 from whale.plans.figures import UPDATE_COPIES, Seconds, StageTimes
 from whale.plans.plan import DeviceMemory
@@ -99,20 +99,21 @@ class Workload:
         default_factory=dict, compare=False, repr=False
     )
     """measured parts of the model by kind of device, the same for all shares"""
+    facts: GraphFacts = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
+    """of the captured graph, shared with other workloads of it"""
+
+    def __post_init__(self) -> None:
+        if self.facts is None:
+            object.__setattr__(self, "facts", GraphFacts(self.captured))
 
     def with_share(self, share: int) -> Workload:
-        """The same with times that are exact for another share. Costs of the whole mini-batch and
-        what is saved for backward do not depend on it, and are computed once for all.
-        """
-        made = replace(self, share=share, _known={})
-        made.__dict__["costs"] = self.costs
-        made.__dict__["saved"] = self.saved
-        return made
+        """The same with times that are exact for another share."""
+        return replace(self, share=share, _known={})
 
     @cached_property
     def costs(self) -> dict[Node, NodeCost]:
         """Costs of every operation for the whole mini-batch."""
-        return node_costs(self.captured, self.batch_size)
+        return self.facts.costs(self.batch_size)
 
     @cached_property
     def _few(self) -> int:
@@ -120,12 +121,9 @@ class Workload:
         return self.share if self.share < self.batch_size else max(1, self.batch_size // 2)
 
     @cached_property
-    def _costs_of_few(self) -> dict[Node, NodeCost]:
-        return self.costs if self._few == self.batch_size else node_costs(self.captured, self._few)
-
-    @cached_property
     def saved(self) -> Saved:
-        return saved_for_backward(self.captured, self.batch_size)
+        """What autograd saves of the whole mini-batch."""
+        return self.facts.saved(self.batch_size)
 
     def times(
         self, operations: Iterable[Node], kind: DeviceKind, again: Container[Node] = ()
@@ -196,7 +194,7 @@ class Workload:
     @cached_property
     def _forms(self) -> dict[Node, _Form]:
         """All that the time of a node depends on; few, since models repeat their layers."""
-        few = self._costs_of_few
+        few = self.facts.costs(self._few)
         return {
             node: _Form(
                 few[node],

@@ -153,14 +153,16 @@ def shares_of_series(
     """Best shares over places where `series[i][m]` seconds pass with m samples; infinity: that many
     do not fit.
     """
-    alike = all(each == series[0] for each in series)
+    different = {id(each): each for each in series}  # replicas that are alike have one series
+    alike = all(each == series[0] for each in different.values())
     even = even_shares(total, len(series))
     if alike and min(even) >= least and math.isfinite(series[0][max(even)]):
         return even
-    most = [
-        max((number for number in range(total + 1) if math.isfinite(each[number])), default=-1)
-        for each in series
-    ]
+    most_of = {}
+    for key, each in different.items():
+        fitting = (number for number in range(total, -1, -1) if math.isfinite(each[number]))
+        most_of[key] = next(fitting, -1)
+    most = [most_of[id(each)] for each in series]
     return _one_by_one(total, [each.__getitem__ for each in series], most, least)
 
 

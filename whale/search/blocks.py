@@ -78,7 +78,7 @@ class Blocks:
             replicas.extend(self._on_ranks(best, ranks))
         everyone = tuple(sorted(rank for ranks in blocks for rank in ranks))
         fewest = min(each.point.shape.num_stages for each in chosen)
-        reduced_s = self.search.estimator.whole_reduced_seconds(everyone) / fewest
+        reduced_s = self.search.estimator.messages.whole_reduced_seconds(everyone) / fewest
         made = Candidate(tuple(replicas), self.search.measures[0])
         return _slowest(chosen) + reduced_s, made
 

@@ -8,6 +8,8 @@ TINY = 120
 SMALL = 600
 VAST = 100_000
 """operations of a model; of the last, times devices: the budgets of the search differ"""
+MANY_DEVICES = 16
+"""a draft on more devices takes seconds"""
 
 
 @dataclass(frozen=True)
@@ -18,8 +20,14 @@ class Budget:
     cut_moves: int = 200
     """estimates of moved cuts, for each candidate that is drafted"""
     drafts: int = 8
+    sure: int = 3
+    """candidates that are drafted though their estimate is longer than the best step"""
+    slower: float = 1.1
+    """the others are drafted where their estimate is at most so many times the best step"""
     waves: int = 3
     """candidates with several stages on each group of devices that are drafted"""
+    equal: int = 0
+    """plans of an equal `num_task_graph` that are drafted"""
     unlike: int = 2
     """candidates of replicas that are not alike that are drafted"""
     smaller: int = 2
@@ -50,7 +58,9 @@ class Budget:
                 estimates=min(estimates, 120),
                 cut_moves=60,
                 drafts=5,
-                waves=1,
+                sure=1,
+                waves=4,
+                equal=2,
                 unlike=1,
                 smaller=1,
                 split=1,
@@ -72,4 +82,18 @@ class Budget:
                 neighbours=2,
                 polished=0,
             )
-        return Budget(estimates=estimates, drafts=12)
+        if num_devices > MANY_DEVICES:
+            return Budget(
+                estimates=estimates,
+                drafts=3,
+                sure=1,
+                slower=1.0,
+                waves=0,
+                unlike=1,
+                smaller=1,
+                split=1,
+                zero=1,
+                neighbours=4,
+                polished=0,
+            )
+        return Budget(estimates=estimates, drafts=12, waves=8, equal=6)

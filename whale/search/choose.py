@@ -19,9 +19,9 @@ from whale.plans.shares import DoesNotFit
 from whale.search.budget import Budget
 from whale.search.drafting import Drafted, actions_seconds
 from whale.search.point import Point, Shape
-from whale.search.search import Progress, Search, search
+from whale.search.search import Progress, Search, new_search, search
 from whale.search.settings import AUTO, OpenSettings, is_open, settled
-from whale.simulation.simulate import simulate
+from whale.simulation.simulate import step_seconds
 from whale.units import human_bytes, human_seconds, ranges
 
 STRATEGY = "strategy"
@@ -55,9 +55,10 @@ def choose_plan(problem: Problem, progress: Report = silent) -> tuple[Plan, Assi
     plain, refused = data_parallel(problem)
     if plain is not None and not problem.updates_alone:
         return _with_decision(problem, plain, "the optimizer looks at all parameters at once")
-    if plain is not None and _is_good_enough(problem, plain[0]):
+    done = new_search(problem, OpenSettings.of(problem), progress=progress)
+    if plain is not None and _is_good_enough(done, plain[0]):
         return _with_decision(problem, plain, "no other plan can be faster by more than 1 %")
-    done = search(problem, OpenSettings.of(problem), progress=progress)
+    done.run()
     return _best_of(problem, done, plain, refused)
 
 
@@ -137,14 +138,13 @@ def data_parallel(
         return None, error
 
 
-def _is_good_enough(problem: Problem, plan: Plan) -> bool:
+def _is_good_enough(made: Search, plan: Plan) -> bool:
     """Whether no plan on these devices can be faster by more than `LEAST_GAIN`: the step is near to
     what it takes with all devices busy all the time.
     """
-    made = Search(problem, OpenSettings.of(problem), Budget())
-    everything = tuple(range(problem.cluster.num_devices))
+    everything = tuple(range(made.problem.cluster.num_devices))
     least = made.estimator.bound(Point(Shape(((everything,),)), 1))
-    return least >= (1 - LEAST_GAIN) * simulate(plan).step_s
+    return least >= (1 - LEAST_GAIN) * step_seconds(plan).step_s
 
 
 def _best_of(
@@ -165,7 +165,7 @@ def _best_of(
         assert plain is not None
         return _with_decision(problem, plain, f"{_counts(done)}; no other plan could be made")
     if plain is not None:
-        step_s = simulate(plain[0]).step_s
+        step_s = step_seconds(plain[0]).step_s
         score_s = step_s + actions_seconds(plain[0])
         if best.score_s > (1 - LEAST_GAIN) * score_s:
             why = f"{_counts(done)}; the best other plan takes {human_seconds(best.step_s)}"
@@ -176,7 +176,7 @@ def _best_of(
 def _why(done: Search, best: Drafted, plain: tuple[Plan, Assignment] | None) -> str:
     others = []
     if plain is not None:
-        others.append(f"data parallel {human_seconds(simulate(plain[0]).step_s)}")
+        others.append(f"data parallel {human_seconds(step_seconds(plain[0]).step_s)}")
     different = {
         each.candidate.describe(): each.step_s
         for each in sorted(done.drafted, key=lambda each: -each.step_s)
@@ -353,7 +353,7 @@ def _with_annotations(problem: Problem) -> tuple[Plan, Assignment]:
                 refused = refused or error
                 continue
             tried += 1
-            score_s = simulate(plan).step_s + actions_seconds(plan)
+            score_s = step_seconds(plan).step_s + actions_seconds(plan)
             steps.append(score_s)
             if best is None or score_s < best[0]:
                 best = (score_s, plan, assignment)

@@ -16,11 +16,12 @@ from whale.planning.problem import Problem
 from whale.planning.schedules import ACTION_S
 from whale.planning.stages import Assignment
 from whale.plans.plan import Plan
+from whale.scheduling.check import check
 from whale.search.candidate import ANY_GRID, Candidate, DeviceGroup
 from whale.search.outline import Outline
 from whale.search.split_parts import split_operations
 from whale.search.unlike import plan_of_candidate
-from whale.simulation.simulate import simulate
+from whale.simulation.simulate import step_seconds
 
 CHOSEN = "chosen by the search"
 DRAFT_TRIES = 60
@@ -43,6 +44,12 @@ class Drafted:
         action, which the simulation does not count.
         """
         return self.step_s + actions_seconds(self.plan)
+
+
+def prove(plan: Plan) -> None:
+    """Proves the orders of a plan, which drafts do not: most of them are thrown away."""
+    for template in plan.templates:
+        check(template.schedule, require_channel_order=True)
 
 
 def actions_seconds(plan: Plan) -> float:
@@ -71,7 +78,7 @@ class Drafting:
         model may not be cut so.
         """
         config = self.config_of(candidate)
-        problem = replace(self.problem, config=config, schedule_tries=tries)
+        problem = replace(self.problem, config=config, schedule_tries=tries, is_proved=False)
         is_whole = len(candidate.ranks) == problem.cluster.num_devices
         if not candidate.are_alike or not is_whole:
             return self._draft_replicas(problem, candidate)
@@ -86,12 +93,12 @@ class Drafting:
         drafts = OrderDrafts(problem, workload, order, arrangement=arrangement)
         draft = drafts.best()
         plan = assemble(problem, workload, draft, self.model)
-        return Drafted(candidate, plan, draft.assignment, simulate(plan).step_s)
+        return Drafted(candidate, plan, draft.assignment, step_seconds(plan).step_s)
 
     def _draft_replicas(self, problem: Problem, candidate: Candidate) -> Drafted:
         """Replicas that are not alike, or devices that are left out."""
         plan, assignment = plan_of_candidate(problem, candidate, self.model)
-        return Drafted(candidate, plan, assignment, simulate(plan).step_s)
+        return Drafted(candidate, plan, assignment, step_seconds(plan).step_s)
 
     def config_of(self, candidate: Candidate) -> Config:
         """The settings that a user would give for this candidate."""

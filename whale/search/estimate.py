@@ -25,52 +25,27 @@ bound is the same with no ways, no messages and all devices busy all the time.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 
 from whale.cluster.cluster import DeviceKind
 from whale.planning.pricing import update_seconds
 from whale.planning.schedules import ACTION_S
 from whale.plans.shares import Load, best_shares, shares_of_series
-from whale.search.crossing import Boundary, Crossing, boundary_of, crossing_of
-from whale.search.outline import Floats, Outline
+from whale.search.outline import Outline
 from whale.search.point import Estimate, Point, Shape
-from whale.search.zero_terms import ZeroTerms
-from whale.simulation.communication import all_reduce_seconds
+from whale.search.stage_memory import StageMemory
+from whale.search.stage_rows import PointStages, StageRow, prefix_sums
+from whale.search.step_messages import StepMessages
 
-BISECTIONS = 24
-"""halvings of the time of the slowest stage: to 1e-7 of it"""
-MOST_REGIONS = 16
-"""parts of a stage that are recomputed one after the other, as far as the estimate goes"""
+SAME_SECONDS = 1e-4
+"""the slowest stage is found to this part of its time"""
+NEAR_CUTS = 4
+"""segments by which a cut is moved to where less crosses"""
 MEMORY_PART = 0.97
 """of the memory of a device is taken to be there: an estimate may be a little low"""
-
-
-@dataclass
-class _Stage:
-    """One stage in all replicas: prefix sums over the segments of its slowest device."""
-
-    forward: list[float]
-    backward: list[float]
-    devices: tuple[tuple[float, int, float], ...]
-    """(bytes for weights and for what is saved, samples, part of what ZeRO cuts) of every different
-    device
-    """
-    ranks: tuple[int, ...]
-
-    @property
-    def is_shared(self) -> bool:
-        return len(self.ranks) > 1
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """What does not depend on the cuts of a point."""
-
-    stages: Sequence[_Stage]
-    boundaries: Sequence[Boundary]
 
 
 @dataclass(frozen=True)
@@ -97,14 +72,16 @@ class Estimator:
         default_factory=dict, repr=False
     )
     _bounds: dict[tuple[tuple[int, ...], int], float] = field(default_factory=dict, repr=False)
-    _rings: dict[tuple[int, ...], tuple[float, float, list[tuple[str, float]]]] = field(
-        default_factory=dict, repr=False
-    )
-    _crossings: dict[tuple[tuple[int, ...], tuple[int, ...]], Crossing] = field(
-        default_factory=dict, repr=False
-    )
     _known: dict[Shape, _Devices] = field(default_factory=dict, repr=False)
-    _last: tuple[Point, _Ready] | None = field(default=None, repr=False)
+    _last: tuple[Point, PointStages] | None = field(default=None, repr=False)
+
+    @cached_property
+    def memory(self) -> StageMemory:
+        return StageMemory(self.outline, self.recompute, self.zero)
+
+    @cached_property
+    def messages(self) -> StepMessages:
+        return StepMessages(self.outline, self.memory, self.zero)
 
     @property
     def batch_size(self) -> int:
@@ -113,10 +90,6 @@ class Estimator:
     @cached_property
     def _kinds(self) -> list[DeviceKind]:
         return [device.kind for device in self.outline.problem.cluster.devices]
-
-    @cached_property
-    def _overlaps(self) -> bool:
-        return not any(kind.is_cpu for kind in self._kinds)
 
     def sample_seconds(self, rank: int, num_samples: int) -> float:
         """Seconds of one sample of the whole model on a device that gets so many at once."""
@@ -161,7 +134,7 @@ class Estimator:
                     for rank in ranks:
                         numbers[self._kind_numbers[rank]] += 1
             first = tuple(sorted(rank for stages in shape.replicas for rank in stages[0]))
-            byte_s = self._ring(first)[0] if len(first) > 1 else 0.0
+            byte_s = self.messages.ring(first)[0] if len(first) > 1 else 0.0
             self._known[shape] = _Devices(tuple(numbers), byte_s)
         return self._known[shape]
 
@@ -173,7 +146,7 @@ class Estimator:
         count = point.num_micro_batch
         filling = (count + (shape.num_stages - 1) / point.num_chunks) / count
         actions = 2 * ACTION_S * count * point.num_chunks
-        reduced = self._devices(shape).byte_s * self._trained[-1] / shape.num_stages
+        reduced = self._devices(shape).byte_s * self.memory.trained[-1] / shape.num_stages
         return self.bound(point) * filling + actions + 0.5 * reduced
 
     def can_hold(self, shape: Shape) -> bool:
@@ -188,7 +161,7 @@ class Estimator:
             memories = [self._kinds[rank].memory_bytes for ranks in groups for rank in ranks]
             is_shared = is_shared and len(memories) > 1
             memory_bytes += min(memory or math.inf for memory in memories)
-        return self._static[is_shared][-1] <= memory_bytes
+        return self.memory.static[is_shared][-1] <= memory_bytes
 
     # ---- estimate
 
@@ -197,7 +170,21 @@ class Estimator:
         cuts = self.cuts_of(point, self._ready(point).stages)
         if cuts is None:
             return Estimate(point, math.inf)
-        return self.with_cuts(point, cuts)
+        found = self.with_cuts(point, cuts)
+        thin = self._where_least_crosses(cuts)
+        if thin == cuts:
+            return found
+        return min(found, self.with_cuts(point, thin), key=lambda each: each.step_s)
+
+    def _where_least_crosses(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
+        """Cuts near to these where least crosses: these even out work and know of no messages."""
+        crossing = self.memory.crossing
+        found = [0]
+        ends = [*cuts[1:], self.outline.num_segments]
+        for cut, end in zip(cuts[1:], ends[1:], strict=True):
+            near = range(max(found[-1] + 1, cut - NEAR_CUTS), min(end - 1, cut + NEAR_CUTS) + 1)
+            found.append(min(near, key=lambda each: (crossing[each], abs(each - cut)), default=cut))
+        return tuple(found)
 
     def with_cuts(self, point: Point, cuts: tuple[int, ...]) -> Estimate:
         """The estimate for given cuts."""
@@ -206,19 +193,23 @@ class Estimator:
         bounds = [*cuts, self.outline.num_segments]
         parts = []
         for index, stage in enumerate(stages):
-            flying = point.in_flight(index)
-            parts.append(self._recomputed(stage, bounds[index], bounds[index + 1], flying))
+            flying = point.flying[index]
+            parts.append(self.memory.recomputed(stage, bounds[index], bounds[index + 1], flying))
         if not all(math.isfinite(part) for part in parts):
             return Estimate(point, math.inf, cuts, tuple(parts))
         step_s = self._step(point, ready, bounds, parts)
         return Estimate(point, step_s, cuts, tuple(parts))
 
-    def _ready(self, point: Point) -> _Ready:
+    def _ready(self, point: Point) -> PointStages:
         """What all cuts of a point have in common; of the last point that was asked for."""
         if self._last is None or self._last[0] != point:
             samples = self._samples(point)
-            stages = self._stages(point, samples)
-            self._last = (point, _Ready(stages, self._boundaries(point, samples)))
+            groups = [self._group(point, index, samples) for index in range(point.shape.num_stages)]
+            stages = [groups[group] for group in point.group_of_stage]
+            ranks = [group.ranks for group in groups]
+            kinds = [tuple(dict.fromkeys(self._kinds[rank] for rank in own)) for own in ranks]
+            boundaries = self.messages.boundaries(point, samples)
+            self._last = (point, PointStages(stages, boundaries, ranks, kinds))
         return self._last[1]
 
     def _samples(self, point: Point) -> tuple[int, ...]:
@@ -240,11 +231,7 @@ class Estimator:
         least = max(len(ranks) for stages in shape.replicas for ranks in stages)
         return shares_of_series(size, series, min(least, size // number))
 
-    def _stages(self, point: Point, samples: Sequence[int]) -> list[_Stage]:
-        groups = [self._group(point, index, samples) for index in range(point.shape.num_stages)]
-        return [groups[group] for group in point.group_of_stage]
-
-    def _group(self, point: Point, index: int, samples: Sequence[int]) -> _Stage:
+    def _group(self, point: Point, index: int, samples: Sequence[int]) -> StageRow:
         """One group of devices, in all replicas."""
         loads: set[tuple[DeviceKind, int]] = set()
         different = dict.fromkeys(
@@ -261,10 +248,10 @@ class Estimator:
             if kind.memory_bytes:
                 free = MEMORY_PART * kind.memory_bytes - self.outline.batch_bytes
                 # the stages of a group share its memory evenly
-                free = (free - share * self._workspace) / point.num_chunks
+                free = (free - share * self.memory.workspace) / point.num_chunks
                 part = kind.memory_bytes / total if self.zero else 0.0
                 devices.add((free, share, part))
-        return _Stage(forward, backward, tuple(sorted(devices)), ranks)
+        return StageRow(forward, backward, tuple(sorted(devices)), ranks)
 
     def _signature(self, ranks: Sequence[int]) -> tuple[DeviceKind, ...]:
         return tuple(sorted((self._kinds[rank] for rank in ranks), key=lambda kind: kind.name))
@@ -282,72 +269,12 @@ class Estimator:
         if loads not in self._rows:
             times = [self.outline.times(kind, share) for kind, share in loads]
             slowest = max(times, key=lambda each: each.total)
-            self._rows[loads] = _sums(slowest.forward), _sums(slowest.backward)
+            self._rows[loads] = prefix_sums(slowest.forward), prefix_sums(slowest.backward)
         return self._rows[loads]
-
-    # ---- memory
-
-    @cached_property
-    def _saved(self) -> tuple[list[float], list[float]]:
-        return _sums(self.outline.saved_fixed_bytes), _sums(self.outline.saved_sample_bytes)
-
-    @cached_property
-    def _static(self) -> tuple[list[float], list[float]]:
-        """Without and with buckets for gradients that are all-reduced."""
-        return _sums(self.outline.static_bytes(False)), _sums(self.outline.static_bytes(True))
-
-    @cached_property
-    def _workspace(self) -> float:
-        return float(self.outline.workspace_sample_bytes.max(initial=0.0))
-
-    @cached_property
-    def _crossing(self) -> list[float]:
-        return [float(each) for each in self.outline.crossing_bytes]
-
-    def _static_bytes(self, stage: _Stage, start: int, end: int, part: float) -> float:
-        """`part`: of what ZeRO cuts, on this device."""
-        sums = self._static[stage.is_shared]
-        static = sums[end] - sums[start] + self.outline.largest_weight_bytes
-        if self.zero and stage.is_shared:
-            others = self._others[end] - self._others[start] + self.outline.largest_weight_bytes
-            return others + self._zero_terms.held_bytes(self._trained_in(start, end), part)
-        for tied in self.outline.tied:
-            is_held = any(start <= segment < end for segment in tied.segments)
-            if is_held and not start <= tied.segments[0] < end:
-                static += self.outline.tied_bytes(tied)
-        return static
-
-    def _recomputed(self, stage: _Stage, start: int, end: int, in_flight: int) -> float:
-        """Part of a stage that is recomputed, by line (2); infinity where even all is too little."""
-        if not stage.devices:
-            return 1.0 if self.recompute is True else 0.0
-        fixed, per_sample = self._saved
-        part = 1.0 if self.recompute is True else 0.0
-        crossing = self._crossing[start] or self._crossing[end]
-        static_bytes: dict[float, float] = {}
-        for free, samples, held in stage.devices:
-            if held not in static_bytes:
-                static_bytes[held] = self._static_bytes(stage, start, end, held)
-            left_bytes = free - static_bytes[held]
-            saved = fixed[end] - fixed[start] + samples * (per_sample[end] - per_sample[start])
-            if left_bytes >= in_flight * saved and part == 0.0:
-                continue
-            if self.recompute is False or left_bytes <= 0:
-                return math.inf
-            # regions are recomputed one after the other: each saves what enters it
-            entering = max(1.0, in_flight * samples * crossing)
-            regions = min(max(1.0, math.sqrt(saved / entering)), MOST_REGIONS, end - start)
-            least = regions * entering + saved / regions
-            if least > left_bytes:
-                return math.inf
-            spare = in_flight * saved - least
-            needed = (in_flight * saved - left_bytes) / spare if spare > 0 else 0.0
-            part = max(part, min(1.0, needed))
-        return part
 
     # ---- cuts
 
-    def cuts_of(self, point: Point, stages: Sequence[_Stage]) -> tuple[int, ...] | None:
+    def cuts_of(self, point: Point, stages: Sequence[StageRow]) -> tuple[int, ...] | None:
         """First segment of every stage, for the smallest time of the slowest; None: nothing
         fits.
         """
@@ -356,22 +283,30 @@ class Estimator:
             return None
         whole = [stage.forward[-1] + stage.backward[-1] for stage in stages]
         low = 1.0 / sum(1.0 / max(each, 1e-30) for each in whole)
-        high = 3.0 * max(whole)
-        best = self._within(point, stages, high)
+        best = self._within(point, stages, 3.0 * max(whole))
         if best is None:
             return None
-        for _ in range(BISECTIONS):
+        high = self._slowest(point, stages, best)
+        while high > low * (1 + SAME_SECONDS):
             middle = math.sqrt(low * high)
             found = self._within(point, stages, middle)
             if found is None:
                 low = middle
             else:
-                high = middle
+                high = self._slowest(point, stages, found)  # at most `middle`
                 best = found
         return best
 
+    def _slowest(self, point: Point, stages: Sequence[StageRow], cuts: tuple[int, ...]) -> float:
+        """Seconds of the slowest stage for one micro-batch."""
+        ends = [*cuts[1:], self.outline.num_segments]
+        slowest = 0.0
+        for stage, start, end, flying in zip(stages, cuts, ends, point.flying, strict=True):
+            slowest = max(slowest, self._stage_seconds(stage, start, end, flying))
+        return slowest
+
     def _within(
-        self, point: Point, stages: Sequence[_Stage], limit: float
+        self, point: Point, stages: Sequence[StageRow], limit: float
     ) -> tuple[int, ...] | None:
         """Cuts that keep every stage within `limit` seconds, each stage as long as it may be."""
         number = self.outline.num_segments
@@ -380,62 +315,59 @@ class Estimator:
         for index, stage in enumerate(stages):
             cuts.append(start)
             left = len(stages) - index - 1
-            flying = point.in_flight(index)
-            low, high = start, number - left
-            # at least one segment; as many as keep within the limit
-            while low < high:
-                middle = (low + high + 1) // 2
-                if self._stage_seconds(stage, start, middle, flying) <= limit:
-                    low = middle
-                else:
-                    high = middle - 1
-            if low == start:
+            end = self._furthest(stage, start, number - left, point.flying[index], limit)
+            if end == start:
                 return None
-            start = low
+            start = end
         return tuple(cuts) if start == number else None
 
-    def _stage_seconds(self, stage: _Stage, start: int, end: int, in_flight: int) -> float:
+    def _furthest(
+        self, stage: StageRow, start: int, most: int, in_flight: int, limit: float
+    ) -> int:
+        """Where a stage ends, at most, that starts here and takes at most `limit` seconds."""
+        low, high = start, most
+        if not (self.zero and stage.is_shared):
+            # what is recomputed and what ZeRO sends only add to the prefix sums
+            high = min(high, bisect_right(stage.both, stage.both[start] + limit) - 1)
+            if high > start and self.memory.recomputed(stage, start, high, in_flight) == 0.0:
+                return high
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._stage_seconds(stage, start, middle, in_flight) <= limit:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _stage_seconds(self, stage: StageRow, start: int, end: int, in_flight: int) -> float:
         """Line (1)."""
-        part = self._recomputed(stage, start, end, in_flight)
+        part = self.memory.recomputed(stage, start, end, in_flight)
         if part == math.inf:
             return math.inf
         return sum(self._actions(stage, start, end, part))
 
     def _actions(
-        self, stage: _Stage, start: int, end: int, recomputed: float
+        self, stage: StageRow, start: int, end: int, recomputed: float
     ) -> tuple[float, float]:
         """Seconds of a forward and of a backward, with what ZeRO sends in them."""
         forward = stage.forward[end] - stage.forward[start]
         backward = stage.backward[end] - stage.backward[start] + recomputed * forward
         if not self.zero or not stage.is_shared:
             return forward, backward
-        trained = self._trained_in(start, end)
-        byte_s = self._ring(stage.ranks)[0]
-        terms = self._zero_terms
+        trained = self.memory.trained_in(start, end)
+        byte_s = self.messages.ring(stage.ranks)[0]
+        terms = self.memory.zero_terms
         return (
             terms.forward_s(forward, trained, byte_s),
             terms.backward_s(backward, trained, byte_s),
         )
-
-    @cached_property
-    def _zero_terms(self) -> ZeroTerms:
-        ratio = self.outline.problem.optimizer_ratio
-        return ZeroTerms(self.zero, ratio, self.outline.largest_layer_bytes, self._overlaps)
-
-    @cached_property
-    def _others(self) -> list[float]:
-        return _sums(self.outline.other_bytes)
-
-    def _trained_in(self, start: int, end: int) -> float:
-        """Bytes of parameters with a gradient that these segments are the first to read."""
-        return self._trained[end] - self._trained[start]
 
     # ---- step
 
     def _step(
         self,
         point: Point,
-        ready: _Ready,
+        ready: PointStages,
         bounds: Sequence[int],
         parts: Sequence[float],
     ) -> float:
@@ -447,7 +379,7 @@ class Estimator:
             own = self._actions(stage, bounds[index], bounds[index + 1], parts[index])
             forward.append(own[0] + ACTION_S)
             backward.append(own[1] + ACTION_S)
-        messages, cards = self._messages(ready.boundaries, bounds)
+        messages, cards = self.messages.messages(ready.boundaries, bounds)
         busy = [0.0] * point.shape.num_stages
         for index, group in enumerate(point.group_of_stage):
             busy[group] += point.num_micro_batch * (forward[index] + backward[index])
@@ -463,136 +395,25 @@ class Estimator:
         for index in range(len(stages)):
             closes.append(longest - tail)
             tail += backward[index] + (messages[index] if index < len(messages) else 0.0)
-        end_s = self._reduced(point, bounds, closes, backward)
-        return end_s + self._update(point, bounds)
+        end_s = self.messages.reduced(point, ready, bounds, closes, backward)
+        return end_s + self._update(point, ready, bounds)
 
-    def _messages(
-        self, boundaries: Sequence[Boundary], bounds: Sequence[int]
-    ) -> tuple[list[float], dict[str, float]]:
-        """Seconds of a message behind every stage but the last, and for every host the seconds that
-        its network card is taken by one micro-batch.
-        """
-        seconds = []
-        cards: dict[str, float] = {}
-        for index, boundary in enumerate(boundaries):
-            crossing = self._crossing[bounds[index + 1]]
-            for host, taken in boundary.card_seconds.items():
-                cards[host] = cards.get(host, 0.0) + taken * crossing
-            seconds.append(boundary.seconds(crossing))
-        return seconds, cards
-
-    def _boundaries(self, point: Point, samples: Sequence[int]) -> list[Boundary]:
-        """What is sent behind every stage but the last."""
-        found: list[Boundary] = []
-        for source, destination in pairwise(point.group_of_stage):
-            crossings = []
-            for stages, share in zip(point.shape.replicas, samples, strict=True):
-                if source != destination:  # else the turn of a wave
-                    crossings.append((self._between(stages[source], stages[destination]), share))
-            found.append(boundary_of(crossings))
-        return found
-
-    def _between(self, here: tuple[int, ...], there: tuple[int, ...]) -> Crossing:
-        key = (here, there)
-        if key not in self._crossings:
-            self._crossings[key] = crossing_of(here, there, self.outline.problem.cluster.network)
-        return self._crossings[key]
-
-    def _ring(self, ranks: tuple[int, ...]) -> tuple[float, float, list[tuple[str, float]]]:
-        """(seconds of a byte, of a bucket, [(host, seconds of a byte on its card)])"""
-        if ranks not in self._rings:
-            network = self.outline.problem.cluster.network
-            unit = 1e9
-            fixed, _ = all_reduce_seconds(0.0, 1, ranks, network)
-            both, leaving = all_reduce_seconds(unit, 1, ranks, network)
-            cards = [(host, seconds / unit) for host, seconds in leaving]
-            self._rings[ranks] = (both - fixed) / unit, fixed, cards
-        return self._rings[ranks]
-
-    def _reduced(
-        self,
-        point: Point,
-        bounds: Sequence[int],
-        closes: Sequence[float],
-        backward: Sequence[float],
-    ) -> float:
-        """When the last all-reduce has ended; the stages close from the last to the first."""
-        sums = self._trained if point.shape.num_replicas > 1 else self._whole_trained
-        bucket_bytes = self.outline.problem.config.bucket_bytes
-        free: dict[str, float] = {}
-        end_s = max(closes)
-        groups = point.group_of_stage
-        all_ranks = [
-            tuple(sorted(rank for each in point.shape.replicas for rank in each[index]))
-            for index in range(point.shape.num_stages)
-        ]
-        wanted = [
-            (index, all_ranks[groups[index]], sums[bounds[index + 1]] - sums[bounds[index]])
-            for index in reversed(range(len(groups)))
-        ]
-        for tied in self.outline.tied:
-            held = [
-                index
-                for index in range(len(groups))
-                if any(bounds[index] <= segment < bounds[index + 1] for segment in tied.segments)
-            ]
-            owners = {groups[index] for index in held}
-            if len(owners) > 1:
-                members = tuple(sorted(rank for owner in owners for rank in all_ranks[owner]))
-                wanted.append((held[0], members, float(tied.trained_bytes)))
-        left = self._zero_terms.left_to_reduce if self.zero else 1.0
-        for index, ranks, num_bytes in wanted:
-            if len(ranks) < 2 or not num_bytes or not left:
-                continue
-            byte_s, bucket_s, cards = self._ring(ranks)
-            buckets = max(1, math.ceil(num_bytes / bucket_bytes)) if self._overlaps else 1
-            seconds = (num_bytes * byte_s + buckets * bucket_s) * left
-            ready = closes[index] - backward[index] * (1 - 1 / buckets)
-            start = max([ready, *(free.get(host, 0.0) for host, _ in cards)])
-            end = max(start + seconds, closes[index] + seconds / buckets)
-            for host, each in cards:
-                free[host] = max(start, free.get(host, 0.0)) + left * num_bytes * each
-                end = max(end, free[host])
-            end_s = max(end_s, end)
-        return end_s
-
-    def whole_reduced_seconds(self, ranks: tuple[int, ...]) -> float:
-        """Seconds of an all-reduce of all gradients over these ranks."""
-        if len(ranks) < 2:
-            return 0.0
-        byte_s, bucket_s, _ = self._ring(ranks)
-        return self._trained[-1] * byte_s + bucket_s
-
-    @cached_property
-    def _whole_trained(self) -> list[float]:
-        return _sums(self.outline.whole_trained_bytes)
-
-    @cached_property
-    def _trained(self) -> list[float]:
-        return _sums(self.outline.trained_bytes)
-
-    def _update(self, point: Point, bounds: Sequence[int]) -> float:
+    def _update(self, point: Point, ready: PointStages, bounds: Sequence[int]) -> float:
         """Seconds of the optimizer on the slowest device."""
         ratio = self.outline.problem.optimizer_ratio
         work = self.outline.problem.update_work
         trained = [0.0] * point.shape.num_stages
         for index, group in enumerate(point.group_of_stage):
-            trained[group] += self._trained[bounds[index + 1]] - self._trained[bounds[index]]
+            trained[group] += (
+                self.memory.trained[bounds[index + 1]] - self.memory.trained[bounds[index]]
+            )
         slowest = 0.0
         for group, num_bytes in enumerate(trained):
-            ranks = [rank for each in point.shape.replicas for rank in each[group]]
+            ranks = ready.ranks[group]
             shared = num_bytes if len(ranks) > 1 else 0.0
-            for kind in {self._kinds[rank] for rank in ranks}:
+            for kind in ready.kinds[group]:
                 seconds = update_seconds(int(num_bytes), int(shared), 1, ratio, kind, work)
                 if self.zero:
                     seconds /= len(ranks)
                 slowest = max(slowest, seconds)
         return slowest
-
-
-def _sums(values: Floats) -> list[float]:
-    """Prefix sums, from 0."""
-    found = [0.0]
-    for value in values.tolist():
-        found.append(found[-1] + value)
-    return found

@@ -26,7 +26,7 @@ from whale.cluster.cluster import DeviceKind
 from whale.costs.backward_workspace import COPIES, live_between
 from whale.costs.costs import NodeCost
 from whale.planning.problem import Problem
-from whale.planning.stages import carries_gradient, live_operations, state_behind
+from whale.planning.stages import state_behind
 from whale.planning.task_graphs import cuttable, thin_points
 from whale.planning.workload import INSIDE_OPERATIONS, Workload
 from whale.planning.zero_blocks import layer_name
@@ -105,16 +105,12 @@ class Outline:
 
     @cached_property
     def operations(self) -> list[Node]:
-        return live_operations(self.problem.captured)
+        return list(self.problem.facts.operations)
 
     @cached_property
     def activations(self) -> list[Node]:
         kinds = self.problem.kinds
         return [node for node in self.operations if kinds[node] is ValueKind.ACTIVATION]
-
-    @cached_property
-    def _gradients(self) -> frozenset[Node]:
-        return carries_gradient(self.problem.captured)
 
     def workload(self, share: int) -> Workload:
         """The cost model, exact for `share` samples of a micro-batch on a device."""
@@ -128,11 +124,12 @@ class Outline:
         return Workload(
             problem.captured,
             problem.batch_size,
-            self._gradients,
+            problem.facts.gradients,
             problem.optimizer_ratio,
             problem.dtype,
             update_work=problem.update_work,
             layer_times=problem.cluster.layer_times,
+            facts=problem.facts,
         )
 
     # ---- points

@@ -58,12 +58,13 @@ class Point:
         """The group of devices of each stage."""
         return zigzag(self.shape.num_stages, self.num_chunks)
 
-    def in_flight(self, stage: int) -> int:
-        """Micro-batches that 1F1B has in flight on a stage. A group with several stages does one
-        micro-batch after the other through each of them.
+    @cached_property
+    def flying(self) -> tuple[int, ...]:
+        """Micro-batches that 1F1B has in flight on every stage. A group with several stages does
+        one micro-batch after the other through each of them.
         """
-        left = len(self.group_of_stage) - stage
-        return min(self.num_micro_batch, -(-left // self.num_chunks))
+        lefts = range(len(self.group_of_stage), 0, -1)
+        return tuple(min(self.num_micro_batch, -(-left // self.num_chunks)) for left in lefts)
 
 
 @dataclass(frozen=True)

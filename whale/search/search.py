@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from whale.cluster.cluster import Cluster
 from whale.planning.problem import Problem, check_loss_and_buffers
 from whale.planning.schedules import FIXED_ORDERS
 from whale.search.blocks import Blocks
 from whale.search.budget import Budget
 from whale.search.candidate import Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
-from whale.search.drafting import Drafted, Drafting
+from whale.search.drafting import Drafted, Drafting, prove
+from whale.search.equal_stages import draft_equal
 from whale.search.estimate import Estimator
 from whale.search.moves import best_cuts, neighbours, nudged
 from whale.search.outline import Outline
@@ -32,11 +34,14 @@ from whale.search.split_drafts import draft_split, draft_tensor_groups, draft_ze
 
 LOOKED_AT = 3
 """so many times more estimates get their best cuts than are drafted"""
-SURE_DRAFTS = 3
-MUCH = 1.1
-"""after so many drafts, those that are estimated to take so many times the best are left out"""
 NEARLY = 1.02
-"""a point near to the best is drafted where its estimate is at most so many times the best"""
+"""others than the best are drafted where their estimate is at most so many times the best"""
+NEAR_POINT = 1.05
+"""a point near to the best is drafted where its estimate is at most so many times that of the best:
+both err alike
+"""
+FEW_ESTIMATES = 8
+"""so many points are estimated at least of every kind of waves"""
 MOST_REFUSED = 4
 """so many times more estimates and drafts where few fit"""
 
@@ -87,8 +92,11 @@ class Search:
         self._neighbours_left = self.budget.neighbours
         self.moved: dict[tuple[Estimate, int], Estimate] = {}
         """(estimate, level of ZeRO) -> the same with its best cuts"""
-        self._point_of: dict[Candidate, Point] = {}
+        self.point_of: dict[Candidate, Point] = {}
         self.blocks = Blocks(self)
+        self._all_shapes: list[Shape] = []
+        self._families: set[object] = set()
+        """of estimates that were drafted"""
         self._signatures: set[object] = set()
 
     @property
@@ -101,9 +109,8 @@ class Search:
             for seed in self.seeds:
                 self.draft(seed)
             self.draft_best(self.estimated(self.points(), self.estimator), self.budget.drafts)
-            if self.budget.waves:
-                waves = self.estimated(self.points(in_waves=True), self.estimator)
-                self.draft_best(waves, self.budget.waves)
+            self.draft_waves()
+            draft_equal(self)
             draft_split(self)
             draft_tensor_groups(self)
             draft_zero(self)
@@ -112,6 +119,8 @@ class Search:
             self.polish()
         except KeyboardInterrupt:
             self.is_interrupted = True
+        if self.best is not None:
+            prove(self.best.plan)
 
     # ---- estimates
 
@@ -175,7 +184,7 @@ class Search:
         most_wide = self.most_wide
         estimator = estimator or self.estimator
         batch_size = num_samples or self.problem.batch_size
-        for shape in shapes(estimator.outline.problem.cluster, ranks):
+        for shape in self._shapes(estimator.outline.problem.cluster, ranks):
             if shape.widest > most_wide:
                 continue
             if not estimator.can_hold(shape):
@@ -187,6 +196,14 @@ class Search:
                     continue
                 for count in self.settings.micro_batches(batch_size // shape.widest):
                     yield Point(shape, count, chunks)
+
+    def _shapes(self, cluster: Cluster, ranks: tuple[int, ...] | None) -> Iterable[Shape]:
+        """Those on all devices of the cluster are enumerated once."""
+        if cluster is not self.problem.cluster or ranks is not None:
+            return shapes(cluster, ranks)
+        if not self._all_shapes:
+            self._all_shapes = list(shapes(cluster))
+        return self._all_shapes
 
     def _note_too_large(self, shape: Shape) -> None:
         """Notes a shape whose weights do not fit, for `least_short_s`."""
@@ -233,7 +250,7 @@ class Search:
             )
         made = Candidate(tuple(replicas), memory)
         if point.shape.num_devices == self.problem.cluster.num_devices:
-            self._point_of[made] = point
+            self.point_of[made] = point
         return made
 
     def with_best_cuts(self, estimate: Estimate, memory: MemoryChoice | None = None) -> Estimate:
@@ -250,18 +267,65 @@ class Search:
     def draft_best(self, estimates: list[Estimate], most: int) -> None:
         """Drafts the best estimates, not twice the same shape with nearly as many micro-batches."""
         number_moved = LOOKED_AT * most
+        estimates = self._different(estimates)
         moved = [self.with_best_cuts(each) for each in estimates[:number_moved]]
         ordered = sorted(moved, key=lambda each: each.step_s) + estimates[number_moved:]
+        ordered = self._different(ordered)
         for number, estimate in enumerate(ordered, start=1):
             best = self.best
             if best is not None:
-                is_slower = number > SURE_DRAFTS and estimate.step_s > MUCH * best.score_s
-                if number > most or is_slower or self._is_hopeless(estimate, best):
+                is_slower = estimate.step_s > self.budget.slower * best.score_s
+                is_late = number > most or (is_slower and number > self.budget.sure)
+                if is_late or self._is_hopeless(estimate, best):
                     break
             elif number > MOST_REFUSED * most:
                 break
             self.report("plans", number, most)
+            self._families.add(self._family(estimate))
             self.draft(self.candidate_of(estimate))
+
+    def _different(self, estimates: Iterable[Estimate]) -> list[Estimate]:
+        """Without those that only call by another name what is the same, or was drafted before."""
+        found: dict[object, Estimate] = {}
+        for estimate in estimates:
+            key = self._family(estimate)
+            if key not in self._families:
+                found.setdefault(key, estimate)
+        return list(found.values())
+
+    def _family(self, estimate: Estimate) -> object:
+        """Equal for points with the same step on the same kinds of devices at every stage, each of
+        one kind, or in one stage: as several narrow replicas, as one wide one, on other hosts.
+        """
+        point = estimate.point
+        kinds = self.problem.cluster.devices
+        stages = []
+        for groups in zip(*point.shape.replicas, strict=True):
+            names = [kinds[rank].kind.name for ranks in groups for rank in ranks]
+            if len(point.shape.replicas[0]) > 1 and len(set(names)) > 1:
+                return point
+            stages.append(tuple(sorted(names)))
+        seconds = f"{estimate.step_s:.6g}"
+        return tuple(stages), point.num_micro_batch, point.num_chunks, seconds
+
+    def draft_waves(self) -> None:
+        """Several stages on each group of devices. How good they are depends on the order of
+        actions more than an estimate can say, so the best of every number of groups and of stages
+        on a group are drafted.
+        """
+        most = self.budget.waves
+        below_s = math.inf if self.best is None else NEAR_POINT * self.best.score_s
+        families: dict[tuple[int, int], list[Point]] = {}
+        for point in self.points(in_waves=True) if most else ():
+            if self.estimator.guess(point) <= below_s:
+                families.setdefault((point.shape.num_stages, point.num_chunks), []).append(point)
+        found: list[Estimate] = []
+        for points in families.values():
+            few = max(FEW_ESTIMATES, self.budget.estimates // len(families))
+            best = self._different(self.estimated(points, self.estimator, few))[:LOOKED_AT]
+            moved = [self.with_best_cuts(each) for each in best]
+            found += sorted(moved, key=lambda each: each.step_s)[:1]
+        self.draft_best(sorted(found, key=lambda each: each.step_s), most)
 
     def _is_hopeless(self, estimate: Estimate, best: Drafted) -> bool:
         """Even the bound is no better than the best plan."""
@@ -336,20 +400,26 @@ class Search:
         them is the best now.
         """
         best = self.best
-        if best is None or best.candidate not in self._point_of:
+        if best is None or best.candidate not in self.point_of:
             return False
         memory = best.candidate.memory
-        known = {point for made, point in self._point_of.items() if made.memory == memory}
+        known = {point for made, point in self.point_of.items() if made.memory == memory}
         found = []
         estimator = self.estimator_of(memory)
-        for point in neighbours(self._point_of[best.candidate], self.settings, self.outline):
+        here = self.point_of[best.candidate]
+        best_s = self.with_best_cuts(estimator.estimate(here), memory).step_s
+        for point in neighbours(here, self.settings, self.outline):
+            if point.num_chunks > here.num_chunks and not self.budget.waves:
+                continue
             if point not in known and self._neighbours_left > 0:
                 self._neighbours_left -= 1
                 estimate = estimator.estimate(point)
-                if estimate.step_s <= NEARLY * best.score_s:
+                if estimate.step_s <= max(NEAR_POINT * best_s, NEARLY * best.score_s):
                     found.append(self.with_best_cuts(estimate, memory))
-        for number, estimate in enumerate(sorted(found, key=lambda each: each.step_s), start=1):
+        ordered = self._different(sorted(found, key=lambda each: each.step_s))
+        for number, estimate in enumerate(ordered, start=1):
             self.report("neighbours", number, len(found))
+            self._families.add(self._family(estimate))
             self.draft(self.candidate_of(estimate, memory))
         return self.best is not best
 
@@ -373,6 +443,19 @@ class Search:
         self.progress(Progress(what, done, of, self.best))
 
 
+def new_search(
+    problem: Problem,
+    settings: OpenSettings,
+    budget: Budget | None = None,
+    progress: Callable[[Progress], None] = lambda _: None,
+    seeds: Sequence[Candidate] = (),
+) -> Search:
+    """A search that is to be run. `seeds`: candidates that are drafted first."""
+    number = sum(1 for _ in problem.captured.compute_nodes())
+    chosen = budget or Budget.for_problem(number, problem.cluster.num_devices)
+    return Search(replace(problem), settings, chosen, progress, seeds)
+
+
 def search(
     problem: Problem,
     settings: OpenSettings,
@@ -381,8 +464,6 @@ def search(
     seeds: Sequence[Candidate] = (),
 ) -> Search:
     """A finished search. `seeds`: candidates that are drafted first."""
-    number = sum(1 for _ in problem.captured.compute_nodes())
-    chosen = budget or Budget.for_problem(number, problem.cluster.num_devices)
-    made = Search(replace(problem), settings, chosen, progress, seeds)
+    made = new_search(problem, settings, budget, progress, seeds)
     made.run()
     return made

@@ -60,7 +60,9 @@ class TimedMessage:
 class Links:
     """The links of a cluster and when each is free."""
 
-    def __init__(self, network: Network, factor: float) -> None:
+    def __init__(self, network: Network, factor: float, is_recorded: bool = True) -> None:
+        """`is_recorded`: messages are noted."""
+        self.is_recorded = is_recorded
         self.network = network
         self._factor = factor
         self._free: dict[tuple[int, int] | str, float] = {}
@@ -78,9 +80,10 @@ class Links:
             if link.card_bytes_per_s is not None:
                 free = max(free, self._book((source, source), seconds, now))
         arrival = free + self._factor * link.latency_s
-        self.messages.append(
-            TimedMessage(name, source, destination, num_bytes, now, free - seconds, arrival)
-        )
+        if self.is_recorded:
+            self.messages.append(
+                TimedMessage(name, source, destination, num_bytes, now, free - seconds, arrival)
+            )
         return arrival
 
     def book_card(self, host: str, seconds: float, since: float) -> float:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from whale.plans.figures import Figures
 from whale.plans.plan import Plan
@@ -47,6 +48,20 @@ def simulate(plan: Plan) -> Timeline:
     device. Nothing is run.
     """
     return run(plan, figures_in(plan))
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of one step."""
+
+    gradients_s: float
+    """until the last gradient is reduced everywhere"""
+    step_s: float
+
+
+def step_seconds(plan: Plan) -> StepSeconds:
+    """The seconds of `simulate` alone, without what happens on each device and in its memory."""
+    return _Simulation(Times(plan, figures_in(plan)), 1.0, is_recorded=False).seconds()
 
 
 def figures_in(plan: Plan) -> Figures:
@@ -102,13 +117,16 @@ class _Rank:
 
 
 class _Simulation:
-    def __init__(self, times: Times, factor: float) -> None:
+    def __init__(self, times: Times, factor: float, is_recorded: bool = True) -> None:
+        """`is_recorded`: events, messages and memory are noted."""
+        # an update of what is elsewhere goes under the first and the last event of a rank
+        self.is_recorded = is_recorded or bool(times.figures.away)
         self.times = times
         self.factor = factor
         self.plan = times.plan
         self.figures = times.figures
         self.bucket_bytes = self.plan.settings.bucket_bytes
-        self.links = Links(self.figures.network, factor)
+        self.links = Links(self.figures.network, factor, self.is_recorded)
         self.ranks = [self._rank(rank) for rank in range(self.plan.num_devices)]
         self.arrivals: dict[MessageKey, list[float]] = {}
         """arrival of each piece that was sent"""
@@ -133,6 +151,16 @@ class _Simulation:
         return _Rank(rank, times.schedule.orders[device], times.num_samples(rank), times, account)
 
     def run(self) -> Timeline:
+        self._run()
+        return self._finish()
+
+    def seconds(self) -> StepSeconds:
+        self._run()
+        all_there, update_s = self._ends()
+        return StepSeconds(all_there, all_there + max(update_s))
+
+    def _run(self) -> None:
+        """Does all actions of all ranks."""
         for each in self.all_reduces:
             self.open[each] = {
                 (rank, stage)
@@ -141,9 +169,10 @@ class _Simulation:
                 if stage in self.ranks[rank].account.own_stages
             }
         for state in self.ranks:
-            state.account.place_weights()
-            state.account.place_optimizer(self.figures.optimizer_ratio)
-            state.note_memory(0.0)
+            if self.is_recorded:
+                state.account.place_weights()
+                state.account.place_optimizer(self.figures.optimizer_ratio)
+                state.note_memory(0.0)
             heapq.heappush(self.queue, (0.0, state.rank))
         while self.queue:
             now, rank = heapq.heappop(self.queue)
@@ -156,7 +185,6 @@ class _Simulation:
                 f"deadlock: rank {rank} never passes action {stuck[0].place} ({action}) of the "
                 "plan's schedule. Try: make the plan again"
             )
-        return self._finish()
 
     def _advance(self, state: _Rank, now: float) -> None:
         """Does actions of one rank until one takes time or waits for others."""
@@ -183,8 +211,9 @@ class _Simulation:
         transfers = state.times.transfers(action, state.rank) if samples else None
         if transfers is not None:
             state.moved_s += self.factor * transfers.moved_s(samples)
-        state.account.start(action, samples)
-        state.note_memory(now)
+        if self.is_recorded:
+            state.account.start(action, samples)
+            state.note_memory(now)
         heapq.heappush(
             self.queue,
             (now + self.factor * state.times.seconds(action, state.rank, samples), state.rank),
@@ -192,26 +221,26 @@ class _Simulation:
 
     def _end(self, state: _Rank, action: Action, now: float) -> None:
         assert state.waits_since is not None
-        state.events.append(Event(str(action), state.waits_since, now))
         if action.kind is not Kind.FORWARD:
             state.last_backward[action.stage] = (state.waits_since, now)
+        if self.is_recorded:
+            state.events.append(Event(str(action), state.waits_since, now))
+            state.account.end(
+                action,
+                state.samples[action.micro_batch],
+                state.last_of_stage.get(action.stage) is action,
+            )
+            state.note_memory(now)
         state.waits_since = None
-        state.account.end(
-            action,
-            state.samples[action.micro_batch],
-            state.last_of_stage.get(action.stage) is action,
-        )
-        state.note_memory(now)
 
     def _send(self, state: _Rank, action: Action, now: float) -> None:
         edge = action.edge
+        name = str(action) if self.is_recorded else ""
         for piece in state.times.pieces(edge, action.micro_batch, state.replica, action.gradient):
             if piece.source != state.rank:
                 continue
             key = (edge, action.micro_batch, action.gradient, piece.destination)
-            arrival = self.links.send(
-                str(action), piece.source, piece.destination, piece.num_bytes, now
-            )
+            arrival = self.links.send(name, piece.source, piece.destination, piece.num_bytes, now)
             self.arrivals.setdefault(key, []).append(arrival)
             if key in self.waiting and self._is_on_its_way(key, state):
                 heapq.heappush(
@@ -232,7 +261,8 @@ class _Simulation:
             heapq.heappush(self.queue, (there, state.rank))
             return False
         if state.waits_since is not None:
-            state.events.append(Event(str(action), state.waits_since, now))
+            if self.is_recorded:
+                state.events.append(Event(str(action), state.waits_since, now))
             state.waits_since = None
         return True
 
@@ -272,18 +302,24 @@ class _Simulation:
         for rank in each.ranks:
             self.reduced_at[rank] = max(end, self.reduced_at.get(rank, 0.0))
 
-    def _finish(self) -> Timeline:
-        """Waiting for all-reduces, then for all ranks, then the update."""
-        for state in self.ranks:
-            there = max(state.done_s, self.reduced_at.get(state.rank, 0.0))
-            state.events.append(Event(ALL_REDUCE, state.done_s, there))
-        all_there = max(state.events[-1].end_s for state in self.ranks)
+    def _there_s(self, state: _Rank) -> float:
+        """When all gradients of a rank are reduced."""
+        return max(state.done_s, self.reduced_at.get(state.rank, 0.0))
+
+    def _ends(self) -> tuple[float, list[float]]:
+        """(when all gradients of all ranks are reduced, seconds of the update of every rank)"""
         update_s = [
             self.factor * (seconds + self._update_elsewhere_s(state))
             for seconds, state in zip(self.figures.update_s, self.ranks, strict=True)
         ]
+        return max(map(self._there_s, self.ranks)), update_s
+
+    def _finish(self) -> Timeline:
+        """Waiting for all-reduces, then for all ranks, then the update."""
+        all_there, update_s = self._ends()
         devices = []
         for state in self.ranks:
+            state.events.append(Event(ALL_REDUCE, state.done_s, self._there_s(state)))
             state.events.append(Event(UPDATE, all_there, all_there + update_s[state.rank]))
             state.account.begin_update()
             state.note_memory(all_there)
