@@ -10,7 +10,7 @@ import whale as wh
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
 from whale.plans.plan import Plan
 from whale.search import choose
-from whale.search.search import Search, new_search, search
+from whale.search.search import Search, new_search
 from whale.search.shapes import compositions, device_classes, shapes
 
 WIDTH = 64

@@ -150,4 +150,4 @@ if __name__ == "__main__":
     if len(given) > 2:
         profile_model(Path(given[0]), given[1], Path(given[2]), given[3:])
     else:
-        profile_ranks(Path(given[0]), *given[1:])
+        profile_ranks(Path(given[0]), given[1] if len(given) > 1 else "auto")
