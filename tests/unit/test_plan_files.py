@@ -156,6 +156,15 @@ def use(plan: Plan) -> None:
     json.dumps(plan_json(plan, timeline))
 
 
+def test_a_renamed_field_of_the_json_is_there_under_both_names_and_says_so_once() -> None:
+    made = grid()
+    data = plan_json(made, wh.simulate(made))
+    assert data["renamed"] == {"told_bytes": "exchanged_bytes"}
+    operations = [each for sharding in data["shardings"] for each in sharding["operations"]]
+    assert operations
+    assert all(each["told_bytes"] == each["exchanged_bytes"] for each in operations)
+
+
 @settings(
     max_examples=300,
     deadline=None,
