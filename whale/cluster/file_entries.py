@@ -47,11 +47,11 @@ Size = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1)]
 Name = Annotated[str, Field(min_length=1)]
 
 
-class Part(BaseModel):
+class FileObject(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class LinkEntry(Part):
+class LinkEntry(FileObject):
     gb_per_s: Positive | None = None
     """of large messages; may be left out beside a curve"""
     latency_us: NotNegative = 0.0
@@ -78,12 +78,12 @@ class PairEntry(LinkEntry):
     """names of two hosts, or patterns of names (`gpu*`)"""
 
 
-class DevicesEntry(Part):
+class DevicesEntry(FileObject):
     kind: Name
     count: Count = 1
 
 
-class MemoryEntry(Part):
+class MemoryEntry(FileObject):
     memory_gb: Positive
     memory_gb_per_s: Positive
     """what the host itself reads and writes"""
@@ -102,7 +102,7 @@ class MemoryEntry(Part):
         )
 
 
-class DiskEntry(Part):
+class DiskEntry(FileObject):
     memory_gb: Positive
     gb_per_s: Positive
     """read, and written where nothing else is said"""
@@ -119,7 +119,7 @@ class DiskEntry(Part):
         )
 
 
-class HostEntry(Part):
+class HostEntry(FileObject):
     name: Name
     kind: Name | None = None
     count: Count | None = None
@@ -145,14 +145,14 @@ class HostEntry(Part):
         return [DevicesEntry(kind=self.kind, count=self.count or 1)]
 
 
-class LinksEntry(Part):
+class LinksEntry(FileObject):
     intra_host: LinkEntry | None = None
     inter_host: LinkEntry | None = None
     all_reduce: LinkEntry | None = None
     pairs: list[PairEntry] = []
 
 
-class EfficiencyEntry(Part):
+class EfficiencyEntry(FileObject):
     products: Positive = 1.0
     memory: Positive = 1.0
     on_chip_gb_per_s: Positive | None = None
@@ -168,7 +168,7 @@ class EfficiencyEntry(Part):
         )
 
 
-class KindEntry(Part):
+class KindEntry(FileObject):
     tflop_per_s: Positive
     memory_gb: Positive
     gb_per_s: Positive
@@ -220,7 +220,7 @@ class KindEntry(Part):
         )
 
 
-class FileEntry(Part):
+class FileEntry(FileObject):
     hosts: Annotated[list[HostEntry], Field(min_length=1)]
     links: LinksEntry = LinksEntry()
     host: MemoryEntry | None = None

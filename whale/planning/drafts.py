@@ -110,7 +110,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageCut:
     """One way to cut the model."""
 
     task_graphs: TaskGraphs
@@ -205,26 +205,26 @@ class OrderDrafts:
             self._chunked_cuts(num_chunks), 1 if self.problem.is_trial else CHUNKED_CUTS
         )
 
-    def _arranged_cuts(self, arrangement: Arrangement) -> Iterator[Cut]:
+    def _arranged_cuts(self, arrangement: Arrangement) -> Iterator[StageCut]:
         kinds = self.problem.kinds
         activations = [node for node in self._operations if kinds[node] is ValueKind.ACTIVATION]
         task_graphs = arrangement.task_graphs(activations)
         is_chunked = arrangement.is_chunked
-        yield Cut(task_graphs, task_graphs.reason, self._placement, is_chunked=is_chunked)
+        yield StageCut(task_graphs, task_graphs.reason, self._placement, is_chunked=is_chunked)
 
-    def _whole_cuts(self) -> Iterator[Cut]:
+    def _whole_cuts(self) -> Iterator[StageCut]:
         for task_graphs, why in self._cuts.each():
-            yield Cut(task_graphs, why, self._placement, is_chunked=False)
+            yield StageCut(task_graphs, why, self._placement, is_chunked=False)
 
-    def _chunked_cuts(self, num_chunks: int) -> Iterator[Cut]:
+    def _chunked_cuts(self, num_chunks: int) -> Iterator[StageCut]:
         problem = self.problem
         cuts = ChunkCuts(
             self.workload, problem.cluster, self._placement, num_chunks, problem.config
         )
         for task_graphs, placement in cuts.each(self._operations, problem.kinds):
-            yield Cut(task_graphs, task_graphs.reason, placement, is_chunked=True)
+            yield StageCut(task_graphs, task_graphs.reason, placement, is_chunked=True)
 
-    def _fastest(self, cuts: Iterable[Cut], number: int) -> Draft:
+    def _fastest(self, cuts: Iterable[StageCut], number: int) -> Draft:
         """The fastest of the first so many that fit, or the first where memory does not make its
         step longer. Raises what the last one lacks if none fits.
         """
@@ -235,7 +235,7 @@ class OrderDrafts:
                 break
         return min(found, key=lambda draft: draft.predicted_s) if len(found) > 1 else found[0]
 
-    def _draft(self, cut: Cut) -> Draft:
+    def _draft(self, cut: StageCut) -> Draft:
         """Stages, schedule and shares of one cut."""
         problem = self.problem
         assignment, device_of_stage = self._assign(cut)
@@ -270,7 +270,7 @@ class OrderDrafts:
             activations=tuple(priced_cut.activations(choice)) if is_away else (),
         )
 
-    def _assign(self, cut: Cut) -> tuple[Assignment, list[int]]:
+    def _assign(self, cut: StageCut) -> tuple[Assignment, list[int]]:
         """(stage of every operation, VirtualDevice of every stage)"""
         problem = self.problem
         captured = problem.captured
@@ -295,7 +295,9 @@ class OrderDrafts:
         )
         return assignment, device_of_stage
 
-    def _split(self, cut: Cut, assignment: Assignment, device_of_stage: Sequence[int]) -> Split:
+    def _split(
+        self, cut: StageCut, assignment: Assignment, device_of_stage: Sequence[int]
+    ) -> Split:
         """Grids and layouts of the stages that are sharded, for the largest part of a micro-batch
         that a replica gets.
         """

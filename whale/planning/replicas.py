@@ -23,7 +23,7 @@ from whale.names import count
 from whale.operations.nodes import trains_batch_norm
 from whale.planning.assemble import assemble
 from whale.planning.balance import Order
-from whale.planning.drafts import Cut, Draft, OrderDrafts
+from whale.planning.drafts import Draft, OrderDrafts, StageCut
 from whale.planning.grids import with_grids
 from whale.planning.join import join
 from whale.planning.pipeline_cuts import PipelineCuts
@@ -197,7 +197,7 @@ class ReplicaDrafts(OrderDrafts):
         devices = self.spec.devices
         of_stage = tuple(devices.index(stage.ranks) for stage in self.spec.stages)
         placement = replace(self._placement, of_task_graph=of_stage)
-        return self._draft(Cut(task_graphs, "as given", placement, is_chunked=True))
+        return self._draft(StageCut(task_graphs, "as given", placement, is_chunked=True))
 
     def _given_cut(self, starts: Sequence[int]) -> TaskGraphs:
         """Every stage from its first operation to that of the next."""

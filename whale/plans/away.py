@@ -115,10 +115,6 @@ class AwayFigures:
     updated_on: str = "device"
     traffic: tuple[Traffic, ...] = ()
 
-    def in_memory(self, memory: str) -> float:
-        """Bytes in the memory of the host, or on its disk."""
-        return sum(each.num_bytes for each in self.held if each.memory == memory)
-
 
 @dataclass(frozen=True)
 class StageActivations:

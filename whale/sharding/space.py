@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import compress
 
 import torch
@@ -71,10 +70,6 @@ class StageProgram:
     """values that carry a gradient"""
     summa: frozenset[Node] = frozenset()
     """operations of `split` TaskGraphs for which the user asked for SUMMA"""
-
-    @cached_property
-    def results(self) -> tuple[Node, ...]:
-        return (*self.sent, *self.outputs, *self.terms, *self.updates.values())
 
 
 class Space:
