@@ -39,6 +39,7 @@ __all__ = [
     "export_patches",
     "fake_mode",
     "foreach_mul_",
+    "foreach_mul_in_float32_",
     "foreach_norm",
     "fused_step",
     "has_fused_step",
@@ -269,6 +270,17 @@ def fused_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> Ite
 # Operations on lists of tensors, one launch for all; torch.optim is built on them.
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
+
+
+def foreach_mul_in_float32_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies tensors of one dtype, 16 bits say, by a number of the device: products are float32
+    and rounded once. This is the kernel by which torch.amp's GradScaler unscales gradients.
+    """
+    with torch._C.DisableTorchFunction():  # it wants float32, also under a mode that widens
+        factor = factor.float()
+        # 1 where a gradient is not finite; who needs it has looked at the norms before
+        found_inf = torch.zeros_like(factor)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
 
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -70,6 +70,10 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Any operation on tensors of the device; torch calls it for all that have no own function."""
     if op in SPECIAL:
         return SPECIAL[op](*args, **kwargs)
+    return _run_any(op, *args, **kwargs)
+
+
+def _run_any(op: Any, *args: Any, **kwargs: Any) -> Any:
     facts = facts_of(op)
     if facts.is_view:
         # only sizes and strides change, the kernel looks at no memory
@@ -339,7 +343,10 @@ def _grouped_mm(
     return result
 
 
+FOREACH = (aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_norm.Scalar)
+"""one launch for a list, as GPUs have it; torch would take the list apart"""
 SPECIAL: dict[Any, Callable[..., Any]] = {
+    **{op: partial(_run_any, op) for op in FOREACH},
     aten._grouped_mm.default: _grouped_mm,
     aten.convolution_overrideable.default: lambda *args: run(aten.convolution.default, *args),
     aten.convolution_backward_overrideable.default: _convolution_backward,
