@@ -50,7 +50,6 @@ TAKEN_IN_TURNS = {
     "faults/test_faults.py::test_one_fault_ends_the_job_everywhere": 2,
     "faults/test_batches.py::test_unlike_shapes_are_named": 2,
     "device/test_failures.py::test_the_job_ends_everywhere": 2,
-    "device/test_streams_of_whale.py::test_row_5_few_queues_do_not_hang": 2,
 }
 """long tables: `make test` takes every second or third row, `make test-all` all of them"""
 LATER = (

@@ -8,6 +8,8 @@ streams     messages and collectives with async_op=True run on the communicator'
             the current stream wait, never the host
 rendezvous  a send is over when its receive runs: unlike orders on two ranks hang
 types       those of NCCL: no int16, no complex
+splitting   a communicator is split off that of all ranks, on which nothing may be under way:
+            what the host has not waited for is an error
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from torch import Tensor
 from tests.device import streams
 from tests.device.backend import install
 from tests.device.memory import NAME, bytes_of, is_on_device, launch
-from tests.device.streams import Event, Stream, current_stream, on_stream, raise_stream_error
+from tests.device.streams import (
+    DeviceError,
+    Event,
+    Stream,
+    current_stream,
+    on_stream,
+    raise_stream_error,
+)
 
 BACKEND = "testccl"
 DTYPES = [
@@ -98,6 +107,9 @@ class TestGroup(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
+        _check_that_nothing_is_under_way()
+        self._last: tuple[str, int, int] | None = None
+        """of the operations that were launched: name, stream, number on it"""
         self._own_rank = rank
         self._own_size = size
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
@@ -156,6 +168,7 @@ class TestGroup(dist.ProcessGroup):
 
         with on_stream(stream):
             launch(f"{BACKEND} {what}", work, reads, writes)
+        self._last = (what, stream.id, stream.clock[stream.id])
         return TestWork(stream.record_event(), stream, (*reads, *writes))
 
     def _own_stream(self) -> Stream:
@@ -342,6 +355,21 @@ class TestGroup(dist.ProcessGroup):
                 self._gloo.recv([target], peer, _data_tag(number)).wait()
 
         return self._launch(f"receive {number} from {peer}", [], [tensor], run, True)
+
+
+def _check_that_nothing_is_under_way() -> None:
+    """Raises where a communicator is made while that of all ranks may be at work."""
+    if not communicators or communicators[0].size() != dist.get_world_size():
+        return  # it is the first, or the group of all ranks is another backend's
+    last = communicators[0]._last
+    if last is None:
+        return
+    what, stream, number = last
+    if streams.known_over.get(stream, 0) < number:
+        raise DeviceError(
+            f"{BACKEND}: a communicator is made while {what} of the group of all ranks may still be "
+            "under way: NCCL may deadlock when it is split. Try: wait for the device before"
+        )
 
 
 def _header_tag(number: int) -> int:

@@ -7,9 +7,9 @@ kernel on the stream's thread and copied into the result's block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 class Facts:
     """What the schema of an operation says."""
 
+    name: str
+    arguments: tuple[str, ...]
+    tensors: tuple[bool, ...]
+    """which of its arguments are one tensor"""
     is_view: bool
     written: tuple[str, ...]
     """names of arguments that it writes"""
@@ -60,7 +64,17 @@ def facts_of(op: Any) -> Facts:
         if alias is not None and alias.is_write:
             returned.append(names[frozenset(alias.before_set)])
     is_random = torch.Tag.nondeterministic_seeded in op.tags
-    return Facts(is_view, written, outputs, tuple(returned), is_random)
+    declared = op._schema.arguments
+    return Facts(
+        str(op),
+        tuple(each.name for each in declared),
+        tuple(str(each.type) == "Tensor" for each in declared),
+        is_view,
+        written,
+        outputs,
+        tuple(returned),
+        is_random,
+    )
 
 
 # ---- any operation
@@ -68,20 +82,28 @@ def facts_of(op: Any) -> Facts:
 
 def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Any operation on tensors of the device; torch calls it for all that have no own function."""
-    if op in SPECIAL:
-        return SPECIAL[op](*args, **kwargs)
+    with torch._C.DisableTorchFunction():  # a mode of the program knows nothing of kernels
+        if op in SPECIAL:
+            return SPECIAL[op](*args, **kwargs)
+        return _run_any(op, *args, **kwargs)
+
+
+def _run_any(op: Any, *args: Any, **kwargs: Any) -> Any:
     facts = facts_of(op)
     if facts.is_view:
         # only sizes and strides change, the kernel looks at no memory
         return op.redispatch(CPU_KEYS, *args, **kwargs)
-    args = _scalars_as_tensors(op, args)
-    _refuse_cpu_tensors(op, (args, kwargs))
+    args = _scalars_as_tensors(facts, args)
+    leaves = _leaves((args, kwargs))
+    _refuse_cpu_tensors(op, leaves)
     if facts.is_random and not facts.written and needs_the_cpu_generator(op):
         return _run_now(op, (args, kwargs), next_draw(list(args)))
-    given = dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
+    given: dict[str, Any] = {}
     written = []
-    for name in facts.written:
-        written += [leaf for leaf in pytree.tree_leaves(given.get(name)) if is_on_device(leaf)]
+    if facts.written:
+        given = dict(zip(facts.arguments, args, strict=False)) | kwargs
+        for name in facts.written:
+            written += [leaf for leaf in _leaves(given.get(name)) if is_on_device(leaf)]
     if facts.returned:
         if facts.outputs:
             _launch_into(op, facts, (args, kwargs), written)
@@ -93,13 +115,33 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
         _launch_on(op, facts, (args, kwargs), written, [])
         return None
     try:
-        shapes = _call(op, _mapped(_meta_leaf, (args, kwargs)))
+        shapes, structure = _shapes_of_results(op, (args, kwargs))
     except (NotImplementedError, RuntimeError):  # no meta kernel, or the shape depends on values
         return _run_now(op, (args, kwargs))
-    leaves, structure = pytree.tree_flatten(shapes)
-    results = [_allocate_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    results = [_allocate_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in shapes]
     _launch_on(op, facts, (args, kwargs), written, results)
     return pytree.tree_unflatten(results, structure)
+
+
+_known_shapes: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
+"""what meta kernels gave, by operation and shapes of its arguments: they take longer than we do"""
+
+
+def _shapes_of_results(op: Any, arguments: Arguments) -> tuple[list[Any], pytree.TreeSpec]:
+    """Results without data, flat, and how they belong together."""
+    key = (op, _described(arguments[0]), tuple(arguments[1]), _described(arguments[1].values()))
+    if key not in _known_shapes:
+        _known_shapes[key] = pytree.tree_flatten(_call(op, _mapped(_meta_leaf, arguments)))
+    return _known_shapes[key]
+
+
+def _described(value: Any) -> Any:
+    """What of an argument the shapes of results depend on; 1, 1.0 and True are not the same."""
+    if isinstance(value, torch.Tensor):
+        return (value.size(), value.stride(), value.dtype, value.device.type)
+    if isinstance(value, (list, tuple, type({}.values()))):
+        return tuple([_described(each) for each in value])
+    return (type(value), value)
 
 
 def _launch_on(
@@ -111,7 +153,9 @@ def _launch_on(
     draw = next_draw([*written, *results]) if facts.is_random else None
 
     def work() -> None:
-        if draw is not None and op in DRAWN:
+        if draw is None:
+            found = _call(op, on_cpu)
+        elif op in DRAWN:
             found = DRAWN[op](torch.Generator().manual_seed(draw), *on_cpu[0], **on_cpu[1])
         else:
             with drawing(op, draw, on_cpu) as chosen:
@@ -123,9 +167,9 @@ def _launch_on(
             if value.numel() or not target.numel():  # CPU kernels leave out what nobody reads
                 target.copy_(value)
 
-    reads = [leaf for leaf in pytree.tree_leaves(arguments) if is_on_device(leaf)]
+    reads = [leaf for leaf in _leaves(arguments) if is_on_device(leaf)]
     writes = [each for each in (*written, *results) if is_on_device(each)]
-    launch(str(op), work, reads, writes)
+    launch(facts.name, work, reads, writes)
 
 
 def _run_now(op: Any, arguments: Arguments, draw: int | None = None) -> Any:
@@ -152,9 +196,22 @@ def _call(op: Any, arguments: Arguments) -> Any:
     return op(*args, **kwargs)
 
 
-def _mapped(function: Callable[[Any], Any], arguments: Arguments) -> Arguments:
-    mapped: Arguments = pytree.tree_map(function, arguments)
-    return mapped
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """`function` of everything in lists, tuples and dicts; torch's own way takes ten times as long."""
+    if isinstance(value, tuple):
+        return tuple([_mapped(function, each) for each in value])
+    if isinstance(value, list):
+        return [_mapped(function, each) for each in value]
+    if isinstance(value, dict):
+        return {name: _mapped(function, each) for name, each in value.items()}
+    return function(value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Everything in lists, tuples and dicts."""
+    found: list[Any] = []
+    _mapped(found.append, value)
+    return found
 
 
 def _cpu_leaf(leaf: Any) -> Any:
@@ -171,20 +228,19 @@ def _meta_leaf(leaf: Any) -> Any:
     return torch.device("meta") if is_device else leaf
 
 
-def _scalars_as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _scalars_as_tensors(facts: Facts, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """torch takes numbers out of 0-dim tensors on the way to Python; kernels want tensors."""
     found = []
-    for declared, value in zip(op._schema.arguments, args, strict=False):
-        is_number = isinstance(value, (bool, int, float))
-        if is_number and str(declared.type) == "Tensor":
+    for is_tensor, value in zip(facts.tensors, args, strict=False):
+        if is_tensor and isinstance(value, (bool, int, float)):
             dtype = torch.float64 if isinstance(value, float) else None
             value = torch.tensor(value, dtype=dtype)
         found.append(value)
     return tuple(found)
 
 
-def _refuse_cpu_tensors(op: Any, arguments: Arguments) -> None:
-    for leaf in pytree.tree_leaves(arguments):
+def _refuse_cpu_tensors(op: Any, leaves: Sequence[Any]) -> None:
+    for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.ndim:
             raise RuntimeError(
                 f"{op}: expected all tensors to be on the same device, but found at least two "
@@ -339,7 +395,10 @@ def _grouped_mm(
     return result
 
 
+FOREACH = (aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_norm.Scalar)
+"""one launch for a list, as GPUs have it; torch would take the list apart"""
 SPECIAL: dict[Any, Callable[..., Any]] = {
+    **{op: partial(_run_any, op) for op in FOREACH},
     aten._grouped_mm.default: _grouped_mm,
     aten.convolution_overrideable.default: lambda *args: run(aten.convolution.default, *args),
     aten.convolution_backward_overrideable.default: _convolution_backward,

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +42,7 @@ FRESH_BYTE = 0xAB
 """what memory holds that was never written"""
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):
     """Operation `number` of a stream reads or writes bytes [start, stop) of a block."""
 
     stream: int
@@ -72,8 +73,16 @@ class Block:
     accesses: list[Access] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)
     """streams named by `record_stream`: the block is not given out before they are done"""
-    sizes: Any = None
-    """arrays of shape and strides, which DLPack points to"""
+
+    def __post_init__(self) -> None:
+        self.address = self.cpu.data_ptr()
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+
+    def elements(self, dtype: torch.dtype) -> torch.Tensor:
+        """All its bytes as a flat tensor of this type."""
+        if dtype not in self._typed:
+            self._typed[dtype] = self.cpu.view(dtype)
+        return self._typed[dtype]
 
 
 @dataclass
@@ -185,44 +194,27 @@ def _freed_too_early(block: Block, access: Access) -> DeviceError:
 
 # ---- tensors, through DLPack (the structures of dlpack.h)
 
-
-class _DLDevice(ctypes.Structure):
-    _fields_ = [("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)]
-
-
-class _DLDataType(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
-
-
-_Sizes = ctypes.POINTER(ctypes.c_int64)
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device", _DLDevice),
-        ("ndim", ctypes.c_int32),
-        ("dtype", _DLDataType),
-        ("shape", _Sizes),
-        ("strides", _Sizes),
-        ("byte_offset", ctypes.c_uint64),
-    ]
-
-
-class _DLManagedTensor(ctypes.Structure):
-    _fields_ = [
-        ("tensor", _DLTensor),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-    ]
-
-
+_MANAGED_TENSOR = struct.Struct("<QiiiBBHQQQQQ")
+"""DLManagedTensor: data; type and index of the device; number of dims; code, bits and lanes of the
+type; addresses of shape and strides; offset in bytes; context; deleter
+"""
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 _EXTERNAL_DEVICE = 12
 """kDLExtDev, which torch reads as PrivateUse1"""
 _INT, _UINT, _FLOAT, _BFLOAT, _COMPLEX, _BOOL = 0, 1, 2, 4, 5, 6
+
+
+@cache
+def _numbers(*numbers: int) -> ctypes.Array[ctypes.c_int64]:
+    """Sizes or strides where C can read them, for ever."""
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+@cache
+def _address_of_numbers(*numbers: int) -> int:
+    return ctypes.addressof(_numbers(*numbers))
 
 
 class _Slots:
@@ -235,8 +227,9 @@ class _Slots:
     NUM_SLOTS = 1 << 17
 
     def __init__(self) -> None:
-        slot_bytes = ctypes.sizeof(_DLManagedTensor)
-        self._memory = np.zeros((self.NUM_SLOTS, slot_bytes), dtype=np.uint8)
+        self._memory = np.zeros((self.NUM_SLOTS, _MANAGED_TENSOR.size), dtype=np.uint8)
+        self._bytes = self._memory.reshape(-1)
+        self._start = self._memory.ctypes.data
         self._marks = self._memory.view(np.uint32)[:, 0]
         self._expected = np.zeros(self.NUM_SLOTS, dtype=np.uint32)
         self._blocks: dict[int, Block] = {}
@@ -245,17 +238,32 @@ class _Slots:
         library = ctypes.CDLL(ctypes.util.find_library("c"))
         self._deleter = ctypes.cast(library.rand_r, ctypes.c_void_p).value
 
-    def managed_tensor(self, block: Block) -> _DLManagedTensor:
-        """A structure whose deleter marks it; `freed` gives the block back then."""
+    def managed_tensor(
+        self, block: Block, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> int:
+        """Address of a structure whose deleter marks it; `freed` gives the block back then."""
         number = self._unused.pop() if self._unused else self._num_touched
         self._num_touched = max(self._num_touched, number + 1)
-        address = self._memory.ctypes.data + number * self._memory.shape[1]
-        managed = _DLManagedTensor.from_address(address)
-        managed.tensor.data = block.cpu.data_ptr()
-        managed.deleter = self._deleter
+        place = number * _MANAGED_TENSOR.size
+        _MANAGED_TENSOR.pack_into(
+            self._bytes,
+            place,
+            block.address,
+            _EXTERNAL_DEVICE,
+            0,
+            len(sizes),
+            _type_code(dtype),
+            dtype.itemsize * 8,
+            1,
+            _address_of_numbers(*sizes),
+            _address_of_numbers(*strides),
+            0,
+            0,
+            self._deleter,
+        )
         self._expected[number] = self._marks[number]
         self._blocks[number] = block
-        return managed
+        return self._start + place
 
     def freed(self) -> list[Block]:
         """Blocks whose tensors torch has let go of since the last call."""
@@ -276,13 +284,14 @@ def collect_freed() -> None:
     """
     with lock:
         for block in _slots.freed():
-            del blocks[block.cpu.data_ptr()]
+            del blocks[block.address]
             _give_back(block)
 
 
 call_before_waits(collect_freed)
 
 
+@cache
 def _type_code(dtype: torch.dtype) -> int:
     if dtype == torch.bool:
         return _BOOL
@@ -302,21 +311,9 @@ def allocate(size: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype) -> 
     with lock:
         collect_freed()
         block = _take_block(_num_elements_spanned(sizes, strides) * dtype.itemsize)
-        blocks[block.cpu.data_ptr()] = block
-        shape_array = (ctypes.c_int64 * len(sizes))(*sizes)
-        stride_array = (ctypes.c_int64 * len(sizes))(*strides)
-        block.sizes = (shape_array, stride_array)
-        managed = _slots.managed_tensor(block)
-        tensor = managed.tensor
-        tensor.device.device_type = _EXTERNAL_DEVICE
-        tensor.device.device_id = 0
-        tensor.ndim = len(sizes)
-        tensor.shape = ctypes.cast(shape_array, _Sizes)
-        tensor.strides = ctypes.cast(stride_array, _Sizes)
-        tensor.dtype.code = _type_code(dtype)
-        tensor.dtype.bits = dtype.itemsize * 8
-        tensor.dtype.lanes = 1
-    capsule = _new_capsule(ctypes.addressof(managed), b"dltensor", None)
+        blocks[block.address] = block
+        managed = _slots.managed_tensor(block, sizes, strides, dtype)
+    capsule = _new_capsule(managed, b"dltensor", None)
     made: torch.Tensor = torch._C._from_dlpack(capsule)  # type: ignore[attr-defined]
     return made
 
@@ -338,16 +335,17 @@ def block_of(tensor: torch.Tensor) -> Block:
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and end of a tensor in its block."""
-    start = tensor.storage_offset() * tensor.element_size()
-    spanned = _num_elements_spanned(list(tensor.size()), list(tensor.stride()))
-    return start, start + spanned * tensor.element_size()
+    num_bytes = tensor.element_size()
+    start = tensor.storage_offset() * num_bytes
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * num_bytes
+    return start, start + _num_elements_spanned(tensor.size(), tensor.stride()) * num_bytes
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor that CPU kernels take; only streams may use it."""
-    storage = block_of(tensor).cpu.untyped_storage()
-    view = torch.empty(0, dtype=tensor.dtype)
-    view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    elements = block_of(tensor).elements(tensor.dtype)
+    view = elements.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
     if tensor.is_conj():
         view = view.conj()
     return torch._neg_view(view) if tensor.is_neg() else view

@@ -70,6 +70,8 @@ BACKGROUND_THREADS = {"whale-checkpoint"}
 counters = Counters()
 lock = threading.RLock()
 """held while the state of streams and memory changes"""
+known_over: Clock = {}
+"""what the host has waited for"""
 errors: list[BaseException] = []
 """raised on streams; sticky: each later synchronisation raises the first, as CUDA does"""
 _loaded: set[str] = set()
@@ -271,6 +273,7 @@ def _everything_after(clock: Clock) -> None:
     """The host has waited: whatever it launches from now on comes after `clock`."""
     with lock:
         _before_waits()
+        _merge(known_over, clock)
         for stream in all_streams:
             _merge(stream.clock, clock)
 

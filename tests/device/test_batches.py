@@ -127,8 +127,17 @@ ONCE_BYTES = 4 * 8
 """the numbers of 4 parameters, in the first step"""
 
 
-@pytest.mark.parametrize("source", ["whole batches", "prefetch", "loader"])
-@pytest.mark.parametrize("stages", [1, 2], ids=["DP 2", "2 stages"])
+@pytest.mark.parametrize(
+    ("stages", "source"),
+    [
+        (1, "whole batches"),
+        (1, "loader"),
+        (2, "prefetch"),
+        pytest.param(1, "prefetch", marks=pytest.mark.slow),
+        pytest.param(2, "whole batches", marks=pytest.mark.slow),
+        pytest.param(2, "loader", marks=pytest.mark.slow),
+    ],
+)
 def test_only_the_rows_of_a_rank_are_copied(server: ModelServer, stages: int, source: str) -> None:
     """Before, every rank copied all samples of every tensor that it reads."""
     reference = _train_locally()

@@ -442,6 +442,29 @@ def test_a_message_of_another_size_is_an_error() -> None:
         on_device(_wrong_size, 2, timeout_s=10)
 
 
+def _split_off(waits: bool) -> int:
+    """Makes a communicator after an all-reduce of all ranks that nobody waited for, or somebody."""
+    dist.all_reduce(torch.ones(2, device=DEVICE), group=_group())
+    if waits:
+        streams.synchronize()
+    dist.new_group([0, 1], backend=BACKEND)
+    return len(communicators)
+
+
+def _split_off_at_work() -> int:
+    return _split_off(False)
+
+
+def _split_off_idle() -> int:
+    return _split_off(True)
+
+
+def test_a_communicator_is_split_off_an_idle_one() -> None:
+    with pytest.raises(RankError, match="all_reduce of the group of all ranks may still be under"):
+        on_device(_split_off_at_work, 2)
+    assert on_device(_split_off_idle, 2) == [2, 2]
+
+
 def _unsupported_type() -> None:
     dist.all_reduce(torch.ones(2, device=DEVICE, dtype=torch.int16), group=_group())
 

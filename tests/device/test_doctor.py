@@ -19,8 +19,16 @@ from tests.device.settings import settings
 from tests.device.test_mutants import no_wait_for_all_reduces
 from tests.ranks import ModelServer, RankError, preload
 from whale.doctor.gpu_check import report, run_parts
+from whale.doctor.jobs import (
+    SMALL,
+    CheckedJob,
+    difference,
+    exact_jobs,
+    racy_jobs,
+    train_locally,
+)
 from whale.doctor.rank import run_part
-from whale.doctor.rows import CHECKS, SMALL, Outcome, exact_jobs, racy_jobs
+from whale.doctor.rows import CHECKS, Outcome
 
 preload("tests.device.test_doctor")
 
@@ -113,6 +121,24 @@ def test_every_number_of_ranks_has_rows(num_ranks: int) -> None:
         stages = job.config.get("num_task_graph", 1)
         assert num_ranks % stages == 0
         assert job.split == 0 or num_ranks % job.split == 0
+
+
+def test_plain_training_of_the_rows_differs() -> None:
+    """Otherwise a row could not fail: what clipping, ties and optimizers do is far above rounding."""
+    plain = {}
+    for job in exact_jobs(2):
+        plain[repr(job.plain)] = job.plain
+    jobs = list(plain.values())
+    assert len(jobs) == 5  # SGD, AdamW, clipping, fp16, tied weights
+    trained = [train_locally(job, SMALL) for job in jobs]
+    basis = trained[jobs.index(CheckedJob("plain training"))]
+    for job, own in zip(jobs, trained, strict=True):
+        if own is basis:
+            continue
+        if job.is_fp16:
+            assert 0.0 < difference(own, basis) < job.allowed
+        else:
+            assert difference(own, basis) > 1e4 * job.allowed, job
 
 
 # ---- the command itself, with ranks that the launcher starts

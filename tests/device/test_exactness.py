@@ -1,8 +1,7 @@
 """The exactness table on the test device: asynchronous streams, races found, NCCL's rules.
 
 What is trained locally on the CPU in float64 must come out of ranks whose accelerator is the test
-device. 22 rows run always. The slow ones are no longer every model under every plan, which CPU ranks
-run (tests/integration): every model meets one plan of each family, and every plan some models.
+device. 20 rows run always, and every model under every plan with the slow ones.
 """
 
 from __future__ import annotations
@@ -27,41 +26,18 @@ QUICK = {
         "1 device with 2 micro-batches beside 4 stages with 3",
     ],
     "batch_norm": ["DP 3, batch 10", "2 stages x DP 2"],
-    "tied": ["2 stages x DP 2", "auto cut into 4"],
-    "gpt2": ["replicate(2) -> replicate(1)", "3 stages and 4 stages on 7 devices"],
+    "tied": ["2 stages x DP 2"],
+    "gpt2": ["replicate(2) -> replicate(1)"],
 }
 """model -> plans that always run"""
-
-
-def _family(plan: PlanCase) -> str:
-    """What a plan is an example of, as far as streams and communicators go."""
-    if plan in UNLIKE_PLANS:
-        return "replicas that are not alike"
-    if plan.one_tensor:
-        return "one tensor twice"
-    if plan.kinds:
-        return "shares and cuts by speed"
-    if "num_task_graph" in plan.config or len(plan.stages) > 1:
-        is_wide = max(plan.stages, default=1) > 1 or plan.num_ranks > max(1, len(plan.stages))
-        return "stages of several devices" if plan.stages and is_wide else "stages"
-    return "one device" if plan.num_ranks == 1 else "data parallel"
-
-
-def _slow_plans(number: int) -> list[str]:
-    """Names of the plans that model `number` runs under: one of each family, in turns."""
-    families: dict[str, list[str]] = {}
-    for plan in (*PLANS, *UNLIKE_PLANS):
-        families.setdefault(_family(plan), []).append(plan.name)
-    return [names[number % len(names)] for names in families.values()]
+NUM_QUICK = 20
+"""what issue 15 asks of `make test`"""
 
 
 def _rows() -> list[object]:
     found = []
-    for number, case in enumerate(MAIN):
-        wanted = {*_slow_plans(number), *QUICK.get(case.name, ())}
+    for case in MAIN:
         for plan in (*PLANS, *UNLIKE_PLANS):
-            if plan.name not in wanted:
-                continue
             if plan.one_tensor and not has_labels_like_input(case):
                 continue
             if plan in UNLIKE_PLANS and case.batch_statistics:
@@ -109,9 +85,8 @@ def servers() -> Iterator[Servers]:
     found.close()
 
 
-def test_every_plan_has_a_row() -> None:
-    plans = {row.values[1].name for row in _rows()}  # type: ignore[attr-defined]
-    assert plans == {plan.name for plan in (*PLANS, *UNLIKE_PLANS)}
+def test_number_of_rows_that_always_run() -> None:
+    assert sum(not row.marks for row in _rows()) >= NUM_QUICK  # type: ignore[attr-defined]
 
 
 # not called `plan`: tests/conftest.py would choose which of the table's rows are slow
@@ -123,7 +98,7 @@ def test_trains_like_the_cpu(servers: Servers, name: str, row: PlanCase) -> None
     compare(reference, merge([rank.trace for rank in ranks], CASES[name].build()))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "batch_norm"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("batch_norm", marks=pytest.mark.slow)])
 def test_a_capture_is_checked_on_the_device(servers: Servers, name: str) -> None:
     """The user's model is on the CPU; the graph makes its positions and masks on the device."""
     notes = servers.of(name).run_local(check_on_device)

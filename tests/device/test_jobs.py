@@ -167,10 +167,10 @@ def test_splits(split_servers: dict[str, ModelServer], case: test_split.Case) ->
 
 
 def test_a_job_resumes_on_other_devices(server: ModelServer, tmp_path: Path) -> None:
-    """4 test devices in two stages, then 2 CPU ranks, then 2 test devices."""
+    """2 test devices in two stages, then 2 CPU ranks, then 2 test devices."""
     legs = [
-        (test_resume.FOUR, BACKEND),
-        (test_resume.TWO, "gloo"),
+        (test_resume.Leg(2, 2, {"num_micro_batch": 2}, test_resume.TWO_STAGES), BACKEND),
+        (test_resume.Leg(2, 1), "gloo"),
         (test_resume.Leg(2, 2), BACKEND),
     ]
     losses: list[float] = []

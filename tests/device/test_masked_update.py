@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 import whale as wh
 from tests.device.collectives import BACKEND
 from tests.device.local_device import use_test_device
+from tests.device.memory import NAME
 from tests.device.settings import settings
 from tests.device.streams import counters
 from tests.ranks import ModelServer, preload
+from whale.runtime.gradients import HALF, scale_gradients
 from whale.runtime.step_update import NonFiniteError
 
 preload("tests.device.test_masked_update")
@@ -281,6 +284,38 @@ def test_a_late_error_leaves_the_weights_as_they_were(server: ModelServer) -> No
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert loss == pytest.approx(reference.losses[2], rel=EXACT)
+
+
+def _scaled(_: None, dtype: torch.dtype) -> tuple[int, list[Tensor]]:
+    """Launches that multiply gradients by a number of the device, and what they give."""
+    held = []
+    for number in range(NUM_SCALED):
+        values = torch.full((number + 1,), number + 1.0)
+        tensor = nn.Parameter(torch.zeros(number + 1).to(NAME, dtype))
+        tensor.grad = values.to(NAME, dtype)
+        held.append(SimpleNamespace(tensor=tensor))
+    factor = torch.full((), FACTOR, dtype=torch.float64).to(NAME)
+    counters.clear()
+    scale_gradients(held, factor)  # type: ignore[arg-type]
+    num_launches = sum(counters.launches.values())
+    return num_launches, [each.tensor.grad.cpu() for each in held]
+
+
+NUM_SCALED = 7
+FACTOR = 0.3
+MOST_LAUNCHES = 4
+"""the factor in the dtype of the product, a mark for what is not finite, and one for all gradients"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_gradients_are_scaled_in_one_launch(server: ModelServer, dtype: torch.dtype) -> None:
+    """Low row of the table. Before: one launch for each gradient, three for one of 16 bits."""
+    ((num_launches, found),) = server.run(_scaled, 1, dtype, backend=BACKEND)
+    assert num_launches <= MOST_LAUNCHES
+    exact = torch.float32 if dtype in HALF else dtype
+    for number, gradient in enumerate(found):
+        expected = torch.tensor(number + 1.0, dtype=exact) * torch.tensor(FACTOR, dtype=exact)
+        assert torch.equal(gradient, expected.to(dtype).expand(number + 1))
 
 
 def _returns_early(_: None) -> tuple[bool, bool]:

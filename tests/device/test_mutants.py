@@ -117,8 +117,13 @@ def _check(server: ModelServer, ranks: list[DeviceTrace]) -> None:
     compare(reference, merge([rank.trace for rank in ranks], CASES[MODEL].build()))
 
 
-def test_without_a_mutant_all_is_exact(server: ModelServer) -> None:
-    _check(server, _train(server, nothing))
+@pytest.fixture(scope="module")
+def unbroken(server: ModelServer) -> list[DeviceTrace]:
+    return _train(server, nothing)
+
+
+def test_without_a_mutant_all_is_exact(server: ModelServer, unbroken: list[DeviceTrace]) -> None:
+    _check(server, unbroken)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +146,9 @@ def test_receives_in_another_order_are_caught_by_the_numbers(server: ModelServer
         _check(server, ranks)
 
 
-def test_a_host_read_in_every_micro_batch_is_counted(server: ModelServer) -> None:
+def test_a_host_read_in_every_micro_batch_is_counted(
+    server: ModelServer, unbroken: list[DeviceTrace]
+) -> None:
     def num_reads(ranks: list[DeviceTrace]) -> int:
         found = []
         for rank in ranks:
@@ -149,6 +156,6 @@ def test_a_host_read_in_every_micro_batch_is_counted(server: ModelServer) -> Non
             found.append(sum(number for what, number in waits if "item at test_mutants" in what))
         return max(found)
 
-    assert num_reads(_train(server, nothing)) == 0
+    assert num_reads(unbroken) == 0
     mutant = num_reads(_train(server, a_host_read_in_every_micro_batch))
     assert mutant == NUM_STEPS * PLAN.num_micro_batch

@@ -63,10 +63,11 @@ def train_on_two_hosts(subject: Subject, plan: PlanCase) -> tuple[DeviceTrace, l
 @pytest.mark.parametrize(
     "row",
     [
-        PlanCase("DP 4", 4),
-        PlanCase("2 stages x DP 2", 4, {"num_micro_batch": 2}, (1, 1)),
+        pytest.param(PlanCase("DP 4", 4), id="DP 4", marks=pytest.mark.slow),
+        pytest.param(
+            PlanCase("2 stages x DP 2", 4, {"num_micro_batch": 2}, (1, 1)), id="2 stages x DP 2"
+        ),
     ],
-    ids=lambda plan: plan.name,
 )
 def test_two_hosts_with_different_gpus(chain: ModelServer, row: PlanCase) -> None:
     """LOCAL_RANK 1 is device 0 where a rank sees one."""

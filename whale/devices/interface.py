@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from whale.compat import exact_pinned_memory
 from whale.devices.backends import GLOO, Backend
 from whale.devices.copies import DeviceCopy, HostCopy, rows_of
 
@@ -146,6 +147,10 @@ class LocalDevice:
         """
         return torch.empty(tuple(shape), dtype=dtype)
 
+    def home_on_host(self, num_bytes: int) -> Tensor:
+        """Host memory of exactly so many bytes, [num_bytes] uint8, for what lives there."""
+        return self.empty_on_host((num_bytes,), torch.uint8)
+
     def start_copy(
         self, tensor: Tensor, intervals: Sequence[tuple[int, int]] | None = None
     ) -> DeviceCopy:
@@ -168,6 +173,13 @@ class LocalDevice:
 
     def follow(self, moment: Moment) -> None:
         """Work that is launched later runs after that moment; the host does not wait."""
+
+    @contextlib.contextmanager
+    def behind(self, moment: Moment) -> Iterator[None]:
+        """Work that is launched inside runs after that moment and beside compute, which waits for
+        neither.
+        """
+        yield
 
     def used_here(self, tensor: Tensor) -> None:
         """The current stream reads a tensor that was made on another one: its memory stays until
@@ -336,6 +348,10 @@ class Accelerator(LocalDevice):
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
+    def home_on_host(self, num_bytes: int) -> Tensor:
+        with exact_pinned_memory():
+            return super().home_on_host(num_bytes)
+
     # ---- streams
 
     @contextlib.contextmanager
@@ -366,6 +382,13 @@ class Accelerator(LocalDevice):
 
     def follow(self, moment: Moment) -> None:
         self.module.current_stream().wait_event(moment)
+
+    @contextlib.contextmanager
+    def behind(self, moment: Moment) -> Iterator[None]:
+        stream = self._stream("behind a moment")
+        stream.wait_event(moment)
+        with self.module.stream(stream):
+            yield
 
     def used_here(self, tensor: Tensor) -> None:
         tensor.record_stream(self.module.current_stream())

@@ -106,6 +106,10 @@ class Ranks:
         # comes first and says which rank stood where
         longer = datetime.timedelta() if backend.has_tags else LATER_THAN_THE_WATCH
         timeout = self.timeout + longer
+        if not backend.has_tags:
+            # it is split off the group of all ranks, on which nothing may be under way. The groups
+            # and channels of a plan are made before its first step, so that no step waits here
+            self.device.synchronise()
         return dist.new_group(members, timeout=timeout, backend=backend.name, sort_ranks=False)
 
     def group(self, ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup | None:

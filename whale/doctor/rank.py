@@ -13,7 +13,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from whale.doctor.rows import CHECKS, SMALL, Outcome, Sizes
+from whale.doctor.jobs import SMALL, Sizes
+from whale.doctor.rows import CHECKS, Outcome
 
 
 def run_part(part: str, folder: Path, sizes: Sizes) -> list[Outcome]:

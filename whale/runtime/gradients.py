@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from whale.compat import foreach_mul_
+from whale.compat import foreach_mul_, foreach_mul_in_float32_
 from whale.distributed.platform import Platform
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
@@ -386,11 +386,14 @@ def scale_gradients(held: Sequence[Held], factor: float | Tensor) -> None:
             continue
         if gradient.is_sparse:
             gradient.mul_(factor)
-        elif isinstance(factor, Tensor) and gradient.dtype in HALF:
-            # a number on the device takes the dtype of what it is multiplied with: one of 16 bits
-            # would be up to 0.4 % off
-            gradient.copy_(gradient.float() * factor)
         else:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for dtype, gradients in by_dtype.items():
-        foreach_mul_(gradients, factor.to(dtype) if isinstance(factor, Tensor) else factor)
+        if not isinstance(factor, Tensor):
+            foreach_mul_(gradients, factor)
+        elif dtype in HALF:
+            # a number on the device takes the dtype of what it is multiplied with: one of 16 bits
+            # would be up to 0.4 % off
+            foreach_mul_in_float32_(gradients, factor)
+        else:
+            foreach_mul_(gradients, factor.to(dtype))

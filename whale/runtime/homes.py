@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -70,6 +72,13 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
+class Copy(Transfer, Protocol):
+    """A block on its way from its home or to it."""
+
+    def before(self) -> AbstractContextManager[None]:
+        """What is launched inside runs after the copy; compute does not wait for it."""
+
+
 class HostHome:
     """Blocks in the memory of the host."""
 
@@ -104,7 +113,7 @@ class HostHome:
     def check(self, block: int) -> None:
         """Raises where a block is no longer as it was left."""
 
-    def begin_fetch(self, block: int, buffer: Tensor) -> Transfer:
+    def begin_fetch(self, block: int, buffer: Tensor) -> Copy:
         return self._begin(block, [(self.where(block), bytes_of(buffer))], "incoming")
 
     def begin_store(self, block: int, buffer: Tensor) -> Transfer:
@@ -117,9 +126,9 @@ class HostHome:
         return self._begin(block, copies, "outgoing")
 
     def _new(self, block: int, num_bytes: int) -> Tensor:
-        return self._device.empty_on_host((num_bytes,), torch.uint8)
+        return self._device.home_on_host(num_bytes)
 
-    def _begin(self, block: int, copies: Copies, direction: str) -> Transfer:
+    def _begin(self, block: int, copies: Copies, direction: str) -> Copy:
         self.num_bytes_moved += sum(source.numel() for source, _ in copies)
         moment = self._device.copy_beside(copies, direction, self._after(block))
         self._last[block] = moment
@@ -157,7 +166,7 @@ class DiskHome(HostHome):
     def _new(self, block: int, num_bytes: int) -> Tensor:
         return self._folder.map(self._name(block), num_bytes)
 
-    def _begin(self, block: int, copies: Copies, direction: str) -> Transfer:
+    def _begin(self, block: int, copies: Copies, direction: str) -> Copy:
         self.num_bytes_moved += sum(source.numel() for source, _ in copies)
         now = self._device.event()
         return _Copying(
@@ -221,6 +230,9 @@ class _Following:
     def wait(self) -> None:
         self._device.follow(self._moment)
 
+    def before(self) -> AbstractContextManager[None]:
+        return self._device.behind(self._moment)
+
     def cancel(self) -> None:
         self.wait()
 
@@ -234,6 +246,9 @@ class _Copying:
 
     def wait(self) -> None:
         self._device.follow(self._future.result())
+
+    def before(self) -> AbstractContextManager[None]:
+        return self._device.behind(self._future.result())
 
     def cancel(self) -> None:
         self._future.exception()  # waits; what went wrong no longer matters

@@ -104,6 +104,10 @@ class Shapes:
         self._training.add(family)
         self._longest = Longest(job)
         self.first = self._lowered(family, job.prepared.longest(job.longest))
+        if self.transport is not None:
+            # before the first step; batches of other sizes may need more (`Executor.run`)
+            channels = self._channels(self.first, job.plan.batch_size, is_training=True)
+            self.transport.connect(channels.pairs)
 
     @property
     def num_captures(self) -> int:
@@ -241,7 +245,7 @@ class Shapes:
 
     def _cheap(self, pairs: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
         """Pairs of ranks that need no communicator of their own, which is dear: these are made for
-        pairs that do talk, by `executor`.
+        pairs that do talk.
         """
         return {pair for pair in pairs if self._job.ranks.backend_among(pair).has_tags}
 

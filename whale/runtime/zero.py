@@ -212,7 +212,8 @@ class _Peers:
                 own = home.begin_fetch(block, buffer[start:stop])
                 if len(planned.ranks) == 1:
                     return own
-                own.wait()
+                with own.before():
+                    return self._intervals.begin_gather(buffer, planned.ends, planned.ranks)
             return self._intervals.begin_gather(buffer, planned.ends, planned.ranks)
 
     def begin_store(self, block: int, buffer: Tensor) -> Transfer:

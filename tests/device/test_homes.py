@@ -1,0 +1,131 @@
+"""Weights whose home is the host, on the test device: how they come, and what memory they take."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.device import streams
+from tests.device.collectives import BACKEND
+from tests.device.local_device import TestGpu, use_test_device
+from tests.device.memory import NAME
+from tests.ranks import ModelServer, preload
+from whale.distributed.intervals import Intervals
+from whale.distributed.ranks import Ranks
+from whale.runtime.homes import HostHome
+from whale.runtime.zero import _Peers
+
+preload("tests.device.test_homes")
+NUM_ELEMENTS = 4
+"""of each rank's interval"""
+PATIENCE_S = 10.0
+"""for a kernel that nothing holds up"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ModelServer]:
+    """Forks ranks that have the test device."""
+    with ModelServer(use_test_device) as found:
+        yield found
+
+
+def _is_over_soon(moment: Any) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if moment.query():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def _gather_behind_a_slow_copy(_: None) -> tuple[bool, list[float]]:
+    """Whether compute runs while the copy of a block from the host has not even begun, and the
+    block as all ranks have it then.
+    """
+    ranks = Ranks()
+    device = ranks.device
+    group = (0, 1)
+    ranks.group(group)
+    home = HostHome(device)
+    place = home.place(0, NUM_ELEMENTS * 4)
+    part = place.view(torch.float32)
+    part.fill_(ranks.rank + 1.0)
+    start = ranks.rank * NUM_ELEMENTS
+    block: Any = SimpleNamespace(
+        ranks=group,
+        ends=(NUM_ELEMENTS, 2 * NUM_ELEMENTS),
+        interval=lambda rank: (start, start + NUM_ELEMENTS),
+    )
+    peers = _Peers((block,), [part], [home], ranks.rank, Intervals(ranks, None))
+    buffer = torch.zeros(2 * NUM_ELEMENTS, device=NAME)
+    gate = threading.Event()
+    device._stream("incoming blocks").put("a copy that has to wait", gate.wait)  # type: ignore[attr-defined]
+    transfer = peers.begin_fetch(0, buffer)
+    x = torch.ones(3, device=NAME) + 1
+    computes = _is_over_soon(device.event())
+    gate.set()
+    transfer.wait()
+    found = (buffer + 0 * x.sum()).cpu().tolist()
+    streams.synchronize()
+    return computes, found
+
+
+def test_compute_does_not_wait_for_the_copy_of_a_block_that_is_gathered(
+    server: ModelServer,
+) -> None:
+    """Before, the gather followed the copy on the compute stream, and so did all compute."""
+    expected = [1.0] * NUM_ELEMENTS + [2.0] * NUM_ELEMENTS
+    for computes, found in server.run(_gather_behind_a_slow_copy, 2, backend=BACKEND):
+        assert computes
+        assert found == expected
+
+
+def _settings_of_pinned_memory(_: None, before: str) -> tuple[list[str], str]:
+    """What torch's allocator of pinned memory is told while a home takes memory, and afterwards."""
+    torch._C._accelerator_setAllocatorSettings(before)
+    seen = []
+    device = TestGpu()
+    plain = TestGpu.empty_on_host
+
+    def note(self: TestGpu, *args: Any) -> torch.Tensor:
+        seen.append(torch._C._accelerator_getAllocatorSettings())
+        return plain(self, *args)
+
+    TestGpu.empty_on_host = note  # type: ignore[method-assign, assignment]
+    place = HostHome(device).place(0, 3000)
+    assert place.numel() == 3000 and place.is_pinned()
+    return seen, torch._C._accelerator_getAllocatorSettings()
+
+
+NO_LIMIT = f"pinned_max_round_threshold_mb:{1 << 40}"
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "after"),
+    [
+        ("", "pinned_max_round_threshold_mb:0", NO_LIMIT),
+        (
+            "max_split_size_mb:100",
+            "max_split_size_mb:100,pinned_max_round_threshold_mb:0",
+            f"max_split_size_mb:100,{NO_LIMIT}",
+        ),
+        (
+            "pinned_max_round_threshold_mb:8",
+            "pinned_max_round_threshold_mb:0",
+            "pinned_max_round_threshold_mb:8",
+        ),
+    ],
+)
+def test_memory_of_homes_is_not_rounded_up(
+    server: ModelServer, before: str, inside: str, after: str
+) -> None:
+    """Otherwise a host holds up to twice what the plan says: torch makes powers of two."""
+    seen, left = server.run_local(_settings_of_pinned_memory, before)
+    assert seen == [inside]
+    assert left == after
