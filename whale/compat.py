@@ -56,6 +56,7 @@ __all__ = [
     "stored_alike",
     "symbolic_number",
     "tensor_stores",
+    "unsaved_buffers",
     "without_modes",
     "without_tracing",
 ]
@@ -150,6 +151,13 @@ def tensor_stores(
     types and would refuse fakes.
     """
     return module._parameters, module._buffers  # type: ignore[return-value]
+
+
+def unsaved_buffers(module: torch.nn.Module) -> frozenset[str]:
+    """Names of the module's own buffers that its state dict leaves out. A public
+    `named_buffers(persistent=False)` would replace it.
+    """
+    return frozenset(module._non_persistent_buffers_set)
 
 
 def run_backward(

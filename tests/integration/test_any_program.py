@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -71,6 +72,63 @@ class CachedTable(Layered):
             table = torch.arange(x.shape[1], dtype=DOUBLE)[:, None] / 10
             self.register_buffer("table", table, persistent=False)
         return x + self.table[: x.shape[1]]
+
+
+class EmptyTable(Layered):
+    """A buffer that is not saved, empty until forward fills it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(0, dtype=DOUBLE), persistent=False)
+
+    def unusual(self, x: Tensor) -> Tensor:
+        if self.table.shape[0] < x.shape[1]:
+            self.table = torch.arange(x.shape[1], dtype=DOUBLE)[:, None] / 10
+        return x + self.table[: x.shape[1]]
+
+
+class GrowingMemory(EmptyTable):
+    """The same buffer, and every call adds to it."""
+
+    def unusual(self, x: Tensor) -> Tensor:
+        shifted = x + self.table.sum()
+        self.table = torch.cat([self.table, torch.ones(1, dtype=DOUBLE)])
+        return shifted
+
+
+@functools.lru_cache
+def positions(length: int) -> Tensor:
+    return torch.arange(length, dtype=DOUBLE)[:, None] / 10
+
+
+TABLES: dict[int, Tensor] = {}
+
+
+class TablesKept(Layered):
+    """Tables that forward makes in its first call and keeps in every place but a buffer."""
+
+    of_class: ClassVar[dict[str, tuple[Tensor, ...]]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own: dict[str, dict[int, Tensor]] = {"nested": {}}
+
+    @functools.cached_property
+    def scale(self) -> Tensor:
+        return torch.full((WIDTH,), 0.5, dtype=DOUBLE)
+
+    def unusual(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        if not hasattr(self, "plain"):
+            self.plain = torch.arange(WIDTH, dtype=DOUBLE)
+        if length not in TABLES:
+            TABLES[length] = torch.ones(length, 1, dtype=DOUBLE)
+        if length not in self.own["nested"]:
+            self.own["nested"][length] = torch.zeros(length, 1, dtype=DOUBLE)
+        if "ones" not in self.of_class:
+            self.of_class["ones"] = (torch.ones(WIDTH, dtype=DOUBLE),)
+        kept = self.own["nested"][length] + TABLES[length] + self.of_class["ones"][0]
+        return x * self.scale + self.plain + kept + positions(length)
 
 
 class ComplexSlice(nn.Module):
@@ -254,6 +312,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "arange as a list": (ListOfNumbers, lambda: rows(8, WIDTH)),
     "int of sizes": (SizesAsInts, lambda: rows(8, 3, WIDTH)),
     "buffer made in forward": (CachedTable, lambda: rows(8, 3, WIDTH)),
+    "empty buffer filled in forward": (EmptyTable, lambda: rows(8, 3, WIDTH)),
     "complex values written to a slice": (ComplexSlice, lambda: rows(8, WIDTH)),
     "encoder with a mask": (MaskedEncoder, lambda: rows(8, 3, WIDTH)),
     "transformer with a mask": (Translator, lambda: (rows(8, 2, WIDTH), rows(8, 3, WIDTH))),
@@ -285,6 +344,27 @@ def test_trains_like_local(name: str) -> None:
     losses.append(engine.step(data[1]).loss)
     weights = engine.full_state_dict()
     compare(reference, Trace(losses, gradients, {key: weights[key] for key in reference.weights}))
+
+
+def test_tables_that_forward_keeps_are_not_those_of_the_capture() -> None:
+    """Fake tensors of the export stayed in caches, and the model itself met them."""
+    torch.manual_seed(0)
+    model = TablesKept()
+    data = [rows(8, 3, WIDTH), rows(8, 3, WIDTH)]
+    before = deepcopy(model)
+    wh.init(wh.Config({"num_micro_batch": 2}))
+    engine = wh.parallelize(model, data[0], optimizer=sgd)
+    losses = [engine.step(batch).loss for batch in data]
+    evaluated = engine.evaluate(data[0]).loss  # a capture of its own
+    reference = local_training(before, data, None, sgd)
+    assert losses == pytest.approx(reference.losses, rel=1e-12)
+    assert evaluated == pytest.approx(before(data[0]).item(), rel=1e-12)
+
+
+def test_a_memory_that_grows_from_call_to_call_is_refused() -> None:
+    wh.init(wh.Config())
+    with pytest.raises(ValueError, match="buffer of another form `table`"):
+        wh.parallelize(GrowingMemory(), rows(8, 3, WIDTH), optimizer=sgd)
 
 
 def test_a_branch_is_that_of_the_whole_mini_batch() -> None:
