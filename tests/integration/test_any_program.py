@@ -178,6 +178,15 @@ class ManySamples(Layered):
         return x
 
 
+class ManyRows(Layered):
+    """The same for three rows of each sample: the branch is at no whole number of samples."""
+
+    def unusual(self, x: Tensor) -> Tensor:
+        rows = x[:, None].expand(-1, 3, -1).flatten(0, 1)
+        rows = rows * 2 if rows.shape[0] < 25 else rows * 3
+        return rows.unflatten(0, (-1, 3)).sum(1)
+
+
 class Distances(nn.Module):
     """`cdist` computes by products from 26 rows on."""
 
@@ -367,10 +376,11 @@ def test_a_memory_that_grows_from_call_to_call_is_refused() -> None:
         wh.parallelize(GrowingMemory(), rows(8, 3, WIDTH), optimizer=sgd)
 
 
-def test_a_branch_is_that_of_the_whole_mini_batch() -> None:
+@pytest.mark.parametrize("build", [ManySamples, ManyRows])
+def test_a_branch_is_that_of_the_whole_mini_batch(build: Callable[[], nn.Module]) -> None:
     """Batches on both sides of the branch, in micro-batches that are all on one side of it."""
     torch.manual_seed(0)
-    model = ManySamples()
+    model = build()
     data = [rows(number, WIDTH) for number in (10, 6, 12, 4)]
     reference = local_training(deepcopy(model), data, None, sgd).losses
     wh.init(wh.Config({"num_micro_batch": 2}))
