@@ -30,6 +30,7 @@ __all__ = [
     "OperationPacket",
     "abort_process_groups",
     "active_modes",
+    "at_numbers",
     "backward_hooks_of_all_modules",
     "backward_hooks_of_module",
     "causal_mask_detection",
@@ -142,6 +143,14 @@ def symbolic_number(environment: Any, expression: Any, kind: str) -> Any:
 # cannot stand in a graph.
 enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast
+
+
+def at_numbers(size: torch.SymInt, number_of: Callable[[str], int]) -> int:
+    """A symbolic size with a number for each of its symbols. Public expressions of sizes would
+    replace `size.node.expr`.
+    """
+    expression = size.node.expr
+    return int(expression.subs({each: number_of(each.name) for each in expression.free_symbols}))
 
 
 def tensor_stores(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, ClassVar
@@ -353,6 +354,42 @@ def test_trains_like_local(name: str) -> None:
     losses.append(engine.step(data[1]).loss)
     weights = engine.full_state_dict()
     compare(reference, Trace(losses, gradients, {key: weights[key] for key in reference.weights}))
+
+
+EINX: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "subtract": lambda einx, x: einx.subtract("b i, b j -> b i j", x, x).sum(-1),
+    "rearrange": lambda einx, x: einx.rearrange("b (g k) -> b (k g)", x, k=2),
+    "sum": lambda einx, x: x + einx.sum("b (g [k])", x, k=2)[:, :1],
+    "merged with the samples": lambda einx, x: einx.rearrange(
+        "(b g) k -> b (g k)", einx.rearrange("b (g k) -> (b g) k", x, k=2).tanh(), g=WIDTH // 2
+    ),
+    "where": lambda einx, x: einx.where("b, b i, -> b i", x[:, 0] > 0, x, 0.0),
+    "softmax": lambda einx, x: einx.softmax("b [i]", x),
+}
+
+
+class WithEinx(Layered):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def unusual(self, x: Tensor) -> Tensor:
+        return EINX[self.name](importlib.import_module("einx"), x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EINX)
+def test_einx_which_hashes_sizes(name: str) -> None:
+    pytest.importorskip("einx", reason="make setup-integrations")
+    torch.manual_seed(0)
+    model = WithEinx(name)
+    data = [rows(number, WIDTH) for number in (8, 6)]
+    reference = local_training(deepcopy(model), data, None, sgd)
+    wh.init(wh.Config({"num_micro_batch": 2}))
+    engine = wh.parallelize(model, data[0], optimizer=sgd)
+    losses = [engine.step(batch).loss for batch in data]
+    assert losses == pytest.approx(reference.losses, rel=1e-12)
+    assert engine.num_captures == 1
 
 
 def test_tables_that_forward_keeps_are_not_those_of_the_capture() -> None:

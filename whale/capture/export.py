@@ -28,6 +28,7 @@ from whale.capture.errors import (
     SizeConditions,
     explain,
     fixes_size,
+    hashes_size,
     limits_batch,
     size_conditions,
 )
@@ -163,6 +164,8 @@ class _Attempt:
     (`Conditions`): a branch on the batch size is the one that the sample batch takes
     """
 
+    hashed: frozenset[str] = frozenset()
+    """where `int(size)` gives a number that stands for it: these hash sizes (`SizeNumbers`)"""
     tables_forgotten: bool = False
     """caches outside of the model hold nothing that an earlier export left there"""
 
@@ -172,7 +175,10 @@ class _Attempt:
         """What to try after this error; None: nothing helps."""
         if fixes_size(error):
             new = {place.file for place in sizes.equations() if "int" in place.source}
+            new -= self.hashed
             return replace(self, files=self.files | new) if new - self.files else None
+        if hashing := hashes_size(error) & self.files:
+            return replace(self, files=self.files - hashing, hashed=self.hashed | hashing)
         if self.any_batch and limits_batch(error):
             return replace(self, any_batch=False)
         if not self.tables_forgotten and forget_tables(model):
@@ -191,7 +197,7 @@ def _export(
         _no_graph_dump(),
         random_branches(wrapper.model, findings),
         stand_ins(),
-        sizes_stay_symbols(attempt.files),
+        sizes_stay_symbols(attempt.files, attempt.hashed),
         preserve_node_meta(),
         export_patches(shown.note),
     ):
