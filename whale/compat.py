@@ -30,6 +30,7 @@ __all__ = [
     "OperationPacket",
     "abort_process_groups",
     "active_modes",
+    "at_numbers",
     "backward_hooks_of_all_modules",
     "backward_hooks_of_module",
     "causal_mask_detection",
@@ -58,6 +59,7 @@ __all__ = [
     "stored_alike",
     "symbolic_number",
     "tensor_stores",
+    "unsaved_buffers",
     "without_modes",
     "without_tracing",
 ]
@@ -145,6 +147,14 @@ enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast
 
 
+def at_numbers(size: torch.SymInt, number_of: Callable[[str], int]) -> int:
+    """A symbolic size with a number for each of its symbols. Public expressions of sizes would
+    replace `size.node.expr`.
+    """
+    expression = size.node.expr
+    return int(expression.subs({each: number_of(each.name) for each in expression.free_symbols}))
+
+
 def tensor_stores(
     module: torch.nn.Module,
 ) -> tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]:
@@ -152,6 +162,13 @@ def tensor_stores(
     types and would refuse fakes.
     """
     return module._parameters, module._buffers  # type: ignore[return-value]
+
+
+def unsaved_buffers(module: torch.nn.Module) -> frozenset[str]:
+    """Names of the module's own buffers that its state dict leaves out. A public
+    `named_buffers(persistent=False)` would replace it.
+    """
+    return frozenset(module._non_persistent_buffers_set)
 
 
 def run_backward(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -73,6 +75,63 @@ class CachedTable(Layered):
         return x + self.table[: x.shape[1]]
 
 
+class EmptyTable(Layered):
+    """A buffer that is not saved, empty until forward fills it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(0, dtype=DOUBLE), persistent=False)
+
+    def unusual(self, x: Tensor) -> Tensor:
+        if self.table.shape[0] < x.shape[1]:
+            self.table = torch.arange(x.shape[1], dtype=DOUBLE)[:, None] / 10
+        return x + self.table[: x.shape[1]]
+
+
+class GrowingMemory(EmptyTable):
+    """The same buffer, and every call adds to it."""
+
+    def unusual(self, x: Tensor) -> Tensor:
+        shifted = x + self.table.sum()
+        self.table = torch.cat([self.table, torch.ones(1, dtype=DOUBLE)])
+        return shifted
+
+
+@functools.lru_cache
+def positions(length: int) -> Tensor:
+    return torch.arange(length, dtype=DOUBLE)[:, None] / 10
+
+
+TABLES: dict[int, Tensor] = {}
+
+
+class TablesKept(Layered):
+    """Tables that forward makes in its first call and keeps in every place but a buffer."""
+
+    of_class: ClassVar[dict[str, tuple[Tensor, ...]]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own: dict[str, dict[int, Tensor]] = {"nested": {}}
+
+    @functools.cached_property
+    def scale(self) -> Tensor:
+        return torch.full((WIDTH,), 0.5, dtype=DOUBLE)
+
+    def unusual(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        if not hasattr(self, "plain"):
+            self.plain = torch.arange(WIDTH, dtype=DOUBLE)
+        if length not in TABLES:
+            TABLES[length] = torch.ones(length, 1, dtype=DOUBLE)
+        if length not in self.own["nested"]:
+            self.own["nested"][length] = torch.zeros(length, 1, dtype=DOUBLE)
+        if "ones" not in self.of_class:
+            self.of_class["ones"] = (torch.ones(WIDTH, dtype=DOUBLE),)
+        kept = self.own["nested"][length] + TABLES[length] + self.of_class["ones"][0]
+        return x * self.scale + self.plain + kept + positions(length)
+
+
 class ComplexSlice(nn.Module):
     """A Fourier layer that keeps the lowest frequencies."""
 
@@ -118,6 +177,15 @@ class ManySamples(Layered):
         if x.shape[0] >= 8:
             x = x.contiguous() * 2
         return x
+
+
+class ManyRows(Layered):
+    """The same for three rows of each sample: the branch is at no whole number of samples."""
+
+    def unusual(self, x: Tensor) -> Tensor:
+        rows = x[:, None].expand(-1, 3, -1).flatten(0, 1)
+        rows = rows * 2 if rows.shape[0] < 25 else rows * 3
+        return rows.unflatten(0, (-1, 3)).sum(1)
 
 
 class Distances(nn.Module):
@@ -254,6 +322,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "arange as a list": (ListOfNumbers, lambda: rows(8, WIDTH)),
     "int of sizes": (SizesAsInts, lambda: rows(8, 3, WIDTH)),
     "buffer made in forward": (CachedTable, lambda: rows(8, 3, WIDTH)),
+    "empty buffer filled in forward": (EmptyTable, lambda: rows(8, 3, WIDTH)),
     "complex values written to a slice": (ComplexSlice, lambda: rows(8, WIDTH)),
     "encoder with a mask": (MaskedEncoder, lambda: rows(8, 3, WIDTH)),
     "transformer with a mask": (Translator, lambda: (rows(8, 2, WIDTH), rows(8, 3, WIDTH))),
@@ -287,10 +356,68 @@ def test_trains_like_local(name: str) -> None:
     compare(reference, Trace(losses, gradients, {key: weights[key] for key in reference.weights}))
 
 
-def test_a_branch_is_that_of_the_whole_mini_batch() -> None:
+EINX: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "subtract": lambda einx, x: einx.subtract("b i, b j -> b i j", x, x).sum(-1),
+    "rearrange": lambda einx, x: einx.rearrange("b (g k) -> b (k g)", x, k=2),
+    "sum": lambda einx, x: x + einx.sum("b (g [k])", x, k=2)[:, :1],
+    "merged with the samples": lambda einx, x: einx.rearrange(
+        "(b g) k -> b (g k)", einx.rearrange("b (g k) -> (b g) k", x, k=2).tanh(), g=WIDTH // 2
+    ),
+    "where": lambda einx, x: einx.where("b, b i, -> b i", x[:, 0] > 0, x, 0.0),
+    "softmax": lambda einx, x: einx.softmax("b [i]", x),
+}
+
+
+class WithEinx(Layered):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def unusual(self, x: Tensor) -> Tensor:
+        return EINX[self.name](importlib.import_module("einx"), x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EINX)
+def test_einx_which_hashes_sizes(name: str) -> None:
+    pytest.importorskip("einx", reason="make setup-integrations")
+    torch.manual_seed(0)
+    model = WithEinx(name)
+    data = [rows(number, WIDTH) for number in (8, 6)]
+    reference = local_training(deepcopy(model), data, None, sgd)
+    wh.init(wh.Config({"num_micro_batch": 2}))
+    engine = wh.parallelize(model, data[0], optimizer=sgd)
+    losses = [engine.step(batch).loss for batch in data]
+    assert losses == pytest.approx(reference.losses, rel=1e-12)
+    assert engine.num_captures == 1
+
+
+def test_tables_that_forward_keeps_are_not_those_of_the_capture() -> None:
+    """Fake tensors of the export stayed in caches, and the model itself met them."""
+    torch.manual_seed(0)
+    model = TablesKept()
+    data = [rows(8, 3, WIDTH), rows(8, 3, WIDTH)]
+    before = deepcopy(model)
+    wh.init(wh.Config({"num_micro_batch": 2}))
+    engine = wh.parallelize(model, data[0], optimizer=sgd)
+    losses = [engine.step(batch).loss for batch in data]
+    evaluated = engine.evaluate(data[0]).loss  # a capture of its own
+    reference = local_training(before, data, None, sgd)
+    assert losses == pytest.approx(reference.losses, rel=1e-12)
+    assert evaluated == pytest.approx(before(data[0]).item(), rel=1e-12)
+
+
+def test_a_memory_that_grows_from_call_to_call_is_refused() -> None:
+    wh.init(wh.Config())
+    with pytest.raises(ValueError, match="buffer of another form `table`"):
+        wh.parallelize(GrowingMemory(), rows(8, 3, WIDTH), optimizer=sgd)
+
+
+@pytest.mark.parametrize("build", [ManySamples, ManyRows])
+def test_a_branch_is_that_of_the_whole_mini_batch(build: Callable[[], nn.Module]) -> None:
     """Batches on both sides of the branch, in micro-batches that are all on one side of it."""
     torch.manual_seed(0)
-    model = ManySamples()
+    model = build()
     data = [rows(number, WIDTH) for number in (10, 6, 12, 4)]
     reference = local_training(deepcopy(model), data, None, sgd).losses
     wh.init(wh.Config({"num_micro_batch": 2}))

@@ -24,11 +24,12 @@ from whale.capture.batch import BatchLayout, read_batch
 from whale.capture.clean import Capture
 from whale.capture.export import Task
 from whale.capture.graph import CapturedGraph, user_line
-from whale.capture.guards import refuse
+from whale.capture.guards import REBUILT, refuse
+from whale.capture.leftovers import forget_tables
 from whale.capture.lengths import LEAST, NotSymbolic, conditions_of
 from whale.capture.prepare import CapturedModel
 from whale.capture.python_state import attributes, changed_attributes
-from whale.compat import tensor_stores
+from whale.compat import is_fake, tensor_stores
 from whale.devices import device_of
 from whale.dtypes import rounding
 from whale.operations.nodes import op_name, trains_batch_norm
@@ -147,6 +148,9 @@ def _compare_samples(
         outside = _leaves_outside(loss, model)
         expected, expected_gradients = _backward(loss, parameters)
         del loss  # with its graph, so that `outside` holds only tensors that somebody else has
+        if capture.findings.of_kind(REBUILT):
+            with torch.no_grad():  # on what the first call has left in its buffers
+                _refuse_memory(expected, float(_eager_loss(model, layout, few, task)), capture)
         buffers.restore()
         torch.manual_seed(SEED)
         got, gradients = _backward(_run(capture.captured, model, few)[0], parameters)
@@ -184,7 +188,7 @@ def _eager_loss(
     """The loss of the model itself on these samples, with the random numbers of the check."""
     torch.manual_seed(SEED)
     try:
-        value: Tensor = task.run(model, layout.rebuild([t.clone() for t in few]))[1]()
+        value: Tensor = _run_model(model, layout, few, task)
         return value
     except Exception as error:
         described = zip(few, layout.tensors, strict=True)
@@ -192,6 +196,24 @@ def _eager_loss(
         if num_samples == layout.batch_size:
             raise
         raise _cannot_be_cut(layout, f"its first {num_samples} samples", error) from error
+
+
+def _run_model(model: torch.nn.Module, layout: BatchLayout, few: list[Tensor], task: Task) -> Any:
+    """The loss; once more when the model met tables that its export left in a cache."""
+
+    def run() -> Any:
+        return task.run(model, layout.rebuild([t.clone() for t in few]))[1]()
+
+    try:
+        value = run()
+    except Exception:
+        if not forget_tables(model):
+            raise
+        return run()
+    if is_fake(value) and forget_tables(model):
+        torch.manual_seed(SEED)
+        return run()
+    return value
 
 
 def _cannot_be_cut(layout: BatchLayout, part: str, error: Exception) -> ValueError:
@@ -215,6 +237,14 @@ def _other_result(first: float, second: float, changed: Sequence[str]) -> str:
         "the first value for ever. Try: make it a buffer (`register_buffer`), or compute it "
         "outside the model and give it in the batch"
     )
+
+
+def _refuse_memory(first: float, second: float, capture: Capture) -> None:
+    """Buffers that forward gives another form must be tables that it would make anew, not a memory
+    of earlier calls.
+    """
+    if _relative_error(first, second) > _limit(capture.captured):
+        refuse(capture.findings)
 
 
 def _leaves_outside(loss: Tensor, model: torch.nn.Module) -> list[weakref.ref[Tensor]]:

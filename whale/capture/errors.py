@@ -390,14 +390,28 @@ def _known(error: Exception, inside: bool) -> tuple[_Rule, dict[str, str]] | Non
     return None
 
 
+# the second: torch fails while it words the first, for a bound that is no whole number, as
+# `3 * batch < 64` has one
+_LIMITS_BATCH = ("satisfy the generated guard", "Expected op to be '==', got ")
+
+
 def fixes_size(error: BaseException) -> bool:
     """Whether the export stopped because the forward made a number of a symbolic size."""
     return any("specialized it to be a constant" in str(link) for link in _chain(error))
 
 
+def hashes_size(error: BaseException) -> set[str]:
+    """Files through which an error went that says that a symbolic size has no hash; else none."""
+    files: set[str] = set()
+    for link in _chain(error):
+        if "unhashable type: non-nested SymInt" in str(link):
+            files |= {frame.filename for frame in traceback.extract_tb(link.__traceback__)}
+    return files
+
+
 def limits_batch(error: BaseException) -> bool:
     """Whether the export stopped because the forward does not take every number of samples."""
-    return any("satisfy the generated guard" in str(link) for link in _chain(error))
+    return any(text in str(link) for link in _chain(error) for text in _LIMITS_BATCH)
 
 
 def explain(

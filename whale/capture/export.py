@@ -28,11 +28,13 @@ from whale.capture.errors import (
     SizeConditions,
     explain,
     fixes_size,
+    hashes_size,
     limits_batch,
     size_conditions,
 )
 from whale.capture.fake_weights import fake_weights
 from whale.capture.guards import Findings, watch
+from whale.capture.leftovers import attributes_restored, forget_tables
 from whale.capture.lengths import MAX_BATCH
 from whale.capture.progress import progress
 from whale.capture.python_state import (
@@ -117,7 +119,6 @@ def export_model(
     """Exports `batch -> (loss,)` in the model's present mode; with outputs, `batch -> (loss if
     there is one, *output tensors)`.
     """
-    wrapper = _LossOf(model, layout, task, with_outputs)
     device = task.device
     mode = fake_mode()
     samples = enlarge(layout, tensors)
@@ -128,6 +129,8 @@ def export_model(
     with contextlib.ExitStack() as around:
         # before the weights become fake: hooks sit on the tensors
         findings = around.enter_context(watch(model))
+        wrapper = _LossOf(model, layout, task, with_outputs, findings)
+        around.enter_context(attributes_restored(model))
         around.enter_context(fake_weights(wrapper, mode, device))
         marks = around.enter_context(collect_forward_marks())
         attempt = _Attempt()
@@ -135,15 +138,15 @@ def export_model(
             with size_conditions(model) as sizes:
                 try:
                     program = _export(wrapper, inputs, findings, attempt)
+                    _refuse_lost_writes(program)
                     break
                 except Exception as error:
-                    following = attempt.after(error, sizes)
+                    following = attempt.after(error, sizes, model)
                     if following is None:
                         went = _arguments_taken(model, layout, task)
                         raise explain(error, model, sizes, went) from error
                     attempt = following
             marks.clear()
-    _refuse_lost_writes(program)
     left = []
     if task.loss is not None:
         left = left_to_the_loss(model, layout.rebuild(samples))
@@ -161,13 +164,25 @@ class _Attempt:
     (`Conditions`): a branch on the batch size is the one that the sample batch takes
     """
 
-    def after(self, error: Exception, sizes: SizeConditions) -> _Attempt | None:
+    hashed: frozenset[str] = frozenset()
+    """where `int(size)` gives a number that stands for it: these hash sizes (`SizeNumbers`)"""
+    tables_forgotten: bool = False
+    """caches outside of the model hold nothing that an earlier export left there"""
+
+    def after(
+        self, error: Exception, sizes: SizeConditions, model: torch.nn.Module
+    ) -> _Attempt | None:
         """What to try after this error; None: nothing helps."""
         if fixes_size(error):
             new = {place.file for place in sizes.equations() if "int" in place.source}
+            new -= self.hashed
             return replace(self, files=self.files | new) if new - self.files else None
+        if hashing := hashes_size(error) & self.files:
+            return replace(self, files=self.files - hashing, hashed=self.hashed | hashing)
         if self.any_batch and limits_batch(error):
             return replace(self, any_batch=False)
+        if not self.tables_forgotten and forget_tables(model):
+            return replace(self, tables_forgotten=True)
         return None
 
 
@@ -182,7 +197,7 @@ def _export(
         _no_graph_dump(),
         random_branches(wrapper.model, findings),
         stand_ins(),
-        sizes_stay_symbols(attempt.files),
+        sizes_stay_symbols(attempt.files, attempt.hashed),
         preserve_node_meta(),
         export_patches(shown.note),
     ):
@@ -257,7 +272,12 @@ class _LossOf(torch.nn.Module):
     """The model as it is exported: its loss leaves, on request also its output tensors."""
 
     def __init__(
-        self, model: torch.nn.Module, layout: BatchLayout, task: Task, with_outputs: bool
+        self,
+        model: torch.nn.Module,
+        layout: BatchLayout,
+        task: Task,
+        with_outputs: bool,
+        findings: Findings,
     ) -> None:
         super().__init__()
         self.model = model
@@ -265,6 +285,7 @@ class _LossOf(torch.nn.Module):
         self.layout = layout
         self.task = task
         self.with_outputs = with_outputs
+        self.findings = findings
         self.any_batch = True
         self.seen = Seen()
 
@@ -272,7 +293,7 @@ class _LossOf(torch.nn.Module):
         _equal_lengths(self.layout, tensors, self.any_batch)
         batch = self.layout.rebuild(tensors)
         before = attributes(self.model)
-        with assigned_buffers_written(self.model):
+        with assigned_buffers_written(self.model, self.findings):
             output, loss = self.task.run(self.model, batch)
             value = self._value(loss)
         self.seen.changed_numbers = changed_numbers(before, attributes(self.model))

@@ -43,6 +43,7 @@ MODULE_HOOK = "module hook"
 SAVED_TENSOR_HOOK = "saved tensor hook"
 CHECKPOINT = "checkpoint"
 PYTHON_RANDOM = "python random"
+REBUILT = "buffer of another form"
 
 RECOMPUTE_TAG = "recompute"
 """key in `node.meta["custom"]` of the nodes of a checkpointed region; the value is the region's
@@ -124,6 +125,12 @@ def refuse(findings: Findings) -> None:
             f"The captured model would lose {len(changes)} thing(s) that may change its "
             "gradients: a capture keeps the forward only."
             f"{_listed(changes)}"
+        )
+    rebuilt = findings.of_kind(REBUILT)
+    if rebuilt:
+        raise CaptureError(
+            f"Forward gives {len(rebuilt)} buffer(s) another form, and may read in its next call "
+            f"what it has put there, which no graph does.{_listed(rebuilt)}"
         )
     draws = findings.of_kind(PYTHON_RANDOM)
     if draws:

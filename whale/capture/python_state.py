@@ -43,8 +43,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from whale.capture.errors import NOWHERE, CaptureError, Place, calling_place, module_names
-from whale.capture.guards import PYTHON_RANDOM, Findings
-from whale.compat import patched, tensor_stores
+from whale.capture.guards import PYTHON_RANDOM, REBUILT, Findings
+from whale.compat import patched, tensor_stores, unsaved_buffers
 from whale.names import names_of
 
 _TRY_RANDOM = (
@@ -57,6 +57,7 @@ _TRY_BRANCH = (
     "= 0.0` and `decoder_layerdrop`), "
     "or keep the branch as tensors: `torch.where(torch.rand(()) < p, a, b)`"
 )
+_TRY_FORM = "make it as large as it may become, and cast what is written to it"
 
 _NEW_DRAWS = {torch.rand, torch.rand_like}
 _MAY_DRAW = {*_NEW_DRAWS, torch.Tensor.uniform_}
@@ -268,21 +269,30 @@ _OF_TORCH = tuple(vars(nn.Module()))  # hooks, parameters, buffers, submodules, 
 
 
 @contextmanager
-def assigned_buffers_written(model: nn.Module) -> Iterator[None]:
+def assigned_buffers_written(model: nn.Module, findings: Findings) -> Iterator[None]:
     """`self.buffer = new` inside becomes `self.buffer.copy_(new)` at the end, which is what a
     capture keeps.
+
+    A buffer that is not saved and gets another form is a table that forward makes when it needs
+    one: the graph makes it every time. That it depends on nothing from call to call is left to the
+    comparison with the model.
     """
     before = []
+    unsaved = set()
     for prefix, module in model.named_modules():
         store = tensor_stores(module)[1]
         for leaf, old in store.items():
             before.append((_join(prefix, leaf), store, leaf, old))
+        unsaved |= {_join(prefix, leaf) for leaf in unsaved_buffers(module)}
     yield
     for name, store, leaf, old in before:
         new = store.get(leaf)
         if new is old or old is None:
             continue
         store[leaf] = old
+        if new is not None and _form(new) != _form(old) and name in unsaved:
+            findings.add(REBUILT, name, NOWHERE, _TRY_FORM)
+            continue
         _check_assigned(name, old, new)
         assert new is not None
         with torch.no_grad():
@@ -302,8 +312,7 @@ def _check_assigned(name: str, old: torch.Tensor, new: torch.Tensor | None) -> N
     if new.shape != old.shape or new.dtype != old.dtype:
         raise CaptureError(
             f"forward gives the buffer {name} another form: {_form(old)} becomes {_form(new)}. A "
-            "captured buffer keeps its form. Try: "
-            f"make it as large as it may become, and cast what is written to it"
+            f"captured buffer keeps its form. Try: {_TRY_FORM}"
         )
     if new.requires_grad:
         raise CaptureError(

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from whale.capture.guards import code_swapped
+from whale.capture.size_numbers import SizeNumbers
 from whale.compat import causal_mask_detection, patched_item, without_modes
 from whale.names import names_of
 
@@ -150,11 +151,18 @@ class SymbolicInt(builtins.int, metaclass=_SymbolicInt):
 
 
 @contextmanager
-def sizes_stay_symbols(files: Collection[str]) -> Iterator[None]:
-    """`int(size)` in these files gives the symbol."""
-    wanted = set(map(os.path.abspath, files))
+def sizes_stay_symbols(files: Collection[str], hashing: Collection[str] = ()) -> Iterator[None]:
+    """`int(size)` in these files gives the symbol; in those that hash sizes, a number that stands
+    for it.
+    """
+    numbers = SizeNumbers()
+    stand_in: dict[str, Any] = dict.fromkeys(map(os.path.abspath, files), SymbolicInt)
+    stand_in |= dict.fromkeys(map(os.path.abspath, hashing), numbers.number_of)
     with ExitStack() as stack:
-        for module in list(sys.modules.values()) if wanted else ():
-            if os.path.abspath(getattr(module, "__file__", None) or "") in wanted:
-                stack.enter_context(patched_item(vars(module), "int", SymbolicInt))
+        for module in list(sys.modules.values()) if stand_in else ():
+            file = os.path.abspath(getattr(module, "__file__", None) or "")
+            if file in stand_in:
+                stack.enter_context(patched_item(vars(module), "int", stand_in[file]))
+        if hashing:
+            stack.enter_context(numbers)
         yield
