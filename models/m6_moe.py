@@ -11,6 +11,7 @@ Suffixes of tensors, beside those of `models/m6.py`:
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +79,18 @@ class M6MoEConfig(M6Config):
     def m6_moe_10t(cls) -> M6MoEConfig:
         """10.1 trillion parameters: 20 TB in half precision."""
         return cls._giant(num_experts=10240, expert_features=20096)
+
+    @classmethod
+    def m6_moe_10t_copy(cls) -> M6MoEConfig:
+        """10.1 million parameters: a millionth of `m6_moe_10t`, with its layers and most of its
+        parameters in experts, for the drawings of `models/drawings.py`.
+        """
+        return dataclasses.replace(
+            cls.tiny(num_experts=40),
+            num_encoder_layers=12,
+            num_decoder_layers=12,
+            expert_features=161,
+        )
 
     @classmethod
     def _giant(cls, num_experts: int, expert_features: int) -> M6MoEConfig:

@@ -18,17 +18,20 @@ from whale.capture.sizes import refuse_unknown_sizes
 from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.costs.optimizers import (
+    MATRIX_DIMS,
     keeps_whole,
     looks_at_others,
     note_on_parts,
     state_ratio,
+    takes_norms_of_the_whole,
     update_work,
 )
 from whale.costs.update_work import UpdateWork
+from whale.names import count
 from whale.planning.planner import Problem, fingerprint
 from whale.planning.workload import ADAM_STATE
 from whale.planning.zero import plan_with_owners
-from whale.plans.plan import Plan
+from whale.plans.plan import Decision, Plan
 from whale.plans.shards import Shards
 from whale.runtime.update import OptimizerFactory
 from whale.search.choose import choose_plan
@@ -177,20 +180,35 @@ class ModelPlanner:
 
     def _with_owners(self, made: Plan, prepared: CapturedModel) -> Plan:
         """The plan with an owner for each parameter that a grid cuts and the optimizer wants whole,
-        and a note where the optimizer sees parts all the same.
+        but for stacks that it updates in parts by norms of the whole; and a note where it sees parts
+        all the same.
         """
         if self.optimizer is None or not made.is_uniform:
             return self._with_note_on_parts(made, _first_cut_weight(made))
         states = prepared.captured.state
         trained = []
+        in_parts = []
         for sharding in made.shardings:
             for name, stored in sharding.stored.items():
                 if stored.is_cut and states[name].trainable:
                     trained.append(name)
+                    if not any(stored.axes[-MATRIX_DIMS:]):
+                        in_parts.append(name)
         if not trained or not keeps_whole(self.optimizer, trained):
             return made
         with_owners = plan_with_owners(made, prepared.captured)
-        parts = [name for name in trained if name not in with_owners.owners]
+        summed = [name for name in in_parts if takes_norms_of_the_whole(self.optimizer, name)]
+        summed = list(dict.fromkeys(name for name in summed if name not in with_owners.owners))
+        if summed:
+            decision = Decision(
+                "update of cut stacks",
+                f"{count(len(summed), 'parameter')} in parts, by norms of the whole",
+                "the optimizer factors each matrix of a stack by itself: holders sum two numbers "
+                "for each parameter",
+            )
+            decisions = (*with_owners.decisions, decision)
+            with_owners = replace(with_owners, summed_norms=tuple(summed), decisions=decisions)
+        parts = [name for name in trained if name not in {*with_owners.owners, *summed}]
         return self._with_note_on_parts(with_owners, parts[0]) if parts else with_owners
 
     def _with_note_on_parts(self, made: Plan, cut: str | None) -> Plan:

@@ -161,6 +161,22 @@ def note_on_parts(make: MakeOptimizer, name: str) -> str | None:
     )
 
 
+MATRIX_DIMS = 2
+"""last dims of a stack of matrices, which are one of them"""
+
+
+def takes_norms_of_the_whole(make: MakeOptimizer, name: str) -> bool:
+    """Whether the optimizer updates a stack of matrices matrix by matrix, but for norms of the whole,
+    which holders of parts can sum: torch's Adafactor, one parameter after the other.
+    """
+    try:
+        made = make(iter([(name, torch.nn.Parameter(torch.zeros(SHAPE)))]))
+    except Exception:  # whatever it needs that is not here: it was asked out of curiosity only
+        return False
+    is_plain = not any(group.get("foreach") for group in made.param_groups)
+    return type(made) is torch.optim.Adafactor and is_plain
+
+
 MOST_TRIED = 100
 """parameters with which an optimizer is tried: a factory may choose by their names"""
 

@@ -288,6 +288,7 @@ def make_stub(plan: Plan, figures: Figures) -> Stub:
         zero=0,  # the figures have its messages and its memory
         blocks=(),
         owners={},
+        summed_norms=(),
     )
     templates = []
     for view, full in zip(small.by_template, plan.templates, strict=True):

@@ -87,7 +87,7 @@ def need_in_backward(residence: Bringer, blocks: Blocks, result: Any) -> None:
 
     # one of several results may be all that the loss uses: the state of an LSTM, not its outputs
     nodes: list[Any] = []
-    for each in (result,) if isinstance(result, Tensor) else result:
+    for each in result if isinstance(result, (tuple, list)) else (result,):
         node = each.grad_fn if isinstance(each, Tensor) else None
         if node is not None and node not in nodes:
             nodes.append(node)
@@ -116,7 +116,7 @@ def readers_of(
             behind[node] = tuple(blocks)
         if blocks:
             found[node] = tuple(sorted(blocks))
-            _check_slots(node, found[node], weights)
+            refuse_shared_slots(node, found[node], weights)
     return Readers(found)
 
 
@@ -150,7 +150,8 @@ def _tensor_sources(node: Node) -> list[Node]:
     return found
 
 
-def _check_slots(node: Node, blocks: Blocks, weights: BlockWeights) -> None:
+def refuse_shared_slots(node: Node, blocks: Blocks, weights: BlockWeights) -> None:
+    """Raises ValueError where one operation reads blocks that take turns in one buffer."""
     slots = [weights.slot_of[block] for block in blocks]
     if len(set(slots)) < len(slots):
         names = [

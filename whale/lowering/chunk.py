@@ -82,8 +82,10 @@ class Chunk:
     updates: tuple[torch.Tensor, ...]
     """then new values of these buffers"""
     is_random: bool
-    uses: tuple[Use, ...] = ()
-    """places in its forward at which blocks of weights must be here, in order"""
+    uses: Sequence[Use] = ()
+    """places in its forward at which blocks of weights must be here, in order; on a grid known when
+    its first module is made
+    """
     is_sharded: bool = False
     """runs together with the other devices of a grid, and has a module of its own for each number
     of samples

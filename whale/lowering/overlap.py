@@ -18,6 +18,7 @@ have the same nodes in the same order, hence the same messages.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,9 +233,10 @@ def note_gathered(result: Tensor, gathered: RepeatedGather) -> None:
 # ---- the pass
 
 
-def overlap(module: GraphModule, keep: bool = True) -> None:
+def overlap(module: GraphModule, keep: bool = True, away: Collection[str] = ()) -> None:
     """Changes the graph in place. `keep`: gathered tensors stay until backward instead of being
-    gathered again there.
+    gathered again there. `away`: weights whose memory other weights take in turns; they are
+    gathered at once.
     """
     for node in list(module.graph.nodes):
         if node.target is aten.linear.default:
@@ -244,12 +246,17 @@ def overlap(module: GraphModule, keep: bool = True) -> None:
         node for node, plan in plans.items() if plan.sends or plan.sends_back
     ]  # on all devices the same ones
     weights = [node for node in exchanges if node.args[0].op == "get_attr"]
-    ends = [_take_apart(module, node, keep) for node in exchanges]
+    at_once = {node for node in weights if node.args[0].target in away}
+    ends = [_take_apart(module, node, keep, node in at_once) for node in exchanges]
     if not keep:
         _watch(module.graph)
     _prefetch(
         module.graph,
-        [(begin, end) for node, (begin, end) in zip(exchanges, ends) if node in weights],
+        [
+            (begin, end)
+            for node, (begin, end) in zip(exchanges, ends)
+            if node in weights and node not in at_once
+        ],
     )
     module.graph.lint()
     module.recompile()
@@ -294,8 +301,10 @@ def _fuse(module: GraphModule, node: Node, keep: bool) -> None:
         module.graph.erase_node(unused)  # type: ignore[arg-type]
 
 
-def _take_apart(module: GraphModule, node: Node, keep: bool) -> tuple[Node, Node]:
-    """The beginning where the exchange was, the end in front of its first reader."""
+def _take_apart(module: GraphModule, node: Node, keep: bool, at_once: bool) -> tuple[Node, Node]:
+    """The beginning where the exchange was, the end in front of its first reader, or right behind
+    the beginning.
+    """
     plan = _plan(module, node)
     exchange = module.get_submodule(str(node.target))
     assert plan is not None
@@ -303,7 +312,9 @@ def _take_apart(module: GraphModule, node: Node, keep: bool) -> tuple[Node, Node
     module.add_module(name, Begin(plan, exchange.groups, not keep and bool(exchange.is_gather)))  # type: ignore[arg-type]
     with module.graph.inserting_before(node):
         begin = module.graph.call_module(name, node.args)
-    first = next(other for other in _following(node) if other in node.users)
+    first = node
+    if not at_once:
+        first = next(other for other in _following(node) if other in node.users)
     with module.graph.inserting_before(first):
         end = module.graph.call_function(end_exchange, (begin,))
     end.meta = dict(node.meta)

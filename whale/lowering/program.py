@@ -350,7 +350,7 @@ def lower(
                 ranks.backend_among(members),
                 draws_alike=len({generators[rank] for rank in members}) == 1,
             )
-            on_grid = OnGrid(weights, planned, is_planned, communication, regions)
+            on_grid = OnGrid(weights, planned, is_planned, communication, regions, blocks)
             chunks[stage] = build_sharded_chunk(
                 prepared, assignment, stage, terms, outputs.get(stage, ()), on_grid
             )

@@ -11,9 +11,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from whale.capture.prepare import CapturedModel
+from whale.lowering.blocks import BlockWeights, Use
 from whale.lowering.chunk import Chunk, crossing_values
 from whale.lowering.communication import RealCommunication
 from whale.lowering.overlap import overlap
+from whale.lowering.sharded_blocks import bring_blocks
 from whale.lowering.sharded_experts import stay_at_experts
 from whale.operations.table import is_random
 from whale.planning.recompute import Regions
@@ -41,6 +43,8 @@ class OnGrid:
     communication: RealCommunication
     regions: Regions = field(default_factory=dict)
     """operations that are recomputed in backward"""
+    blocks: BlockWeights | None = None
+    """weights that are not always here; None: all are"""
 
 
 def build_sharded_chunk(
@@ -55,10 +59,11 @@ def build_sharded_chunk(
     captured = prepared.captured
     program = stage_program(captured, prepared.kinds, assignment, stage, terms, outputs)
     values = crossing_values(captured, assignment)
+    modules = _Modules(program, around)
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     return Chunk(
         stage=stage,
-        module_for=_Modules(program, around),
+        module_for=modules,
         received=tuple(values[node] for node in program.received),
         inputs=tuple(placeholders.index(node) for node in program.inputs),
         sent=tuple(values[node] for node in program.sent),
@@ -66,6 +71,7 @@ def build_sharded_chunk(
         has_loss=bool(terms),
         updates=tuple(around.weights[name] for name in program.updates),
         is_random=any(is_random(node) for node in program.operations),
+        uses=modules.uses,
         is_sharded=True,
     )
 
@@ -79,6 +85,8 @@ class _Modules:
         self.sharding = self._sharding(program)
         self.weights = {**program.captured.constants, **around.weights}
         self.made: dict[int, GraphModule] = {}
+        self.uses: list[Use] = []
+        """of blocks of weights, the same for every number of samples"""
 
     def _sharding(self, program: StageProgram) -> Sharding:
         """The same on all ranks: as planned, or chosen from the same graph for the same number of
@@ -102,6 +110,10 @@ class _Modules:
                 self.space, self.sharding, place, num_samples, self.weights, communication, regions
             )
             stay_at_experts(module)
-            overlap(module, self.around.planned.keeps_gathered)
+            blocks = self.around.blocks
+            away = blocks.block_of if blocks is not None else ()
+            overlap(module, self.around.planned.keeps_gathered, away)
+            if blocks is not None:
+                self.uses[:] = bring_blocks(module, blocks)
             self.made[num_samples] = module
         return self.made[num_samples]

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 import torch
@@ -114,24 +114,11 @@ def _with_homes(problem: Problem, draft: Draft, plan: Plan) -> Plan:
     return replace(
         plan,
         zero=level,
-        notes=(*plan.notes, *_grid_notes(placed)),
         blocks=tuple(placed),
         templates=(template,),
         folders=_folders(problem, homes),
         figures=with_offload(plan.figures, account, draft.device_loads, step),
     )
-
-
-def _grid_notes(blocks: Sequence[Block]) -> list[str]:
-    """A note on weights at home elsewhere that a grid cuts: such a plan can only be looked at."""
-    found = [block for block in blocks if not block.ends and block.weights != "device"]
-    if not found:
-        return []
-    return [
-        f"weights of {count(len(found), 'block')} that `split` cuts (first: "
-        f"{found[0].parameters[0]}) are at home elsewhere: this can be planned and simulated, and "
-        "is refused where it would run"
-    ]
 
 
 def _folders(problem: Problem, homes: Homes) -> dict[str, str]:

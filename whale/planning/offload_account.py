@@ -178,6 +178,11 @@ class OffloadAccount:
             return "gradients of weights that `split` cuts are summed on the device"
         if not self.on_accelerators:
             return None
+        if self._held_alike is not None:
+            return (
+                f"several devices of a grid hold the same part of {self._held_alike}, and cannot sum "
+                "its gradient on their hosts (a grid that cuts it over all of them can)"
+            )
         if offload.weights == "device" and self.zero.level == WEIGHTS_TOO:
             return "at level 3 of ZeRO gradients are where the weights are, on the device"
         if self._tied is not None:
@@ -185,6 +190,15 @@ class OffloadAccount:
                 f"{self._tied} is tied between stages on different devices, which cannot sum its "
                 "gradient on their hosts"
             )
+        return None
+
+    @cached_property
+    def _held_alike(self) -> str | None:
+        """A trained parameter that a grid cuts, with parts that more than one device holds."""
+        for group in self.groups:
+            for names, size in zip(group.blocks, group.sizes, strict=True):
+                if group.is_grid and size.alone < size.trained:
+                    return names[0]
         return None
 
     @cached_property

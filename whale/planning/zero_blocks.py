@@ -278,9 +278,11 @@ def owners_of(plan: Plan, captured: CapturedGraph) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     shapes: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}
+    stored = [pair for sharding in plan.shardings for pair in sharding.stored.items()]
+    cut = {name for name, layout in stored if layout.is_cut}
     for name, holding in plan.template.tensors.items():
         state = captured.state[name]
-        if holding.boxes and state.trainable and len(state.shape) <= 2:
+        if name in cut and state.trainable and len(state.shape) <= 2:
             held_by = {rank for stage in holding.stages for rank in plan.ranks_of_stage(stage)}
             shapes.setdefault(tuple(sorted(held_by)), {})[name] = tuple(state.shape)
     for ranks, own in shapes.items():

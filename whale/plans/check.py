@@ -365,6 +365,9 @@ def _owners(plan: Plan) -> Iterator[str]:
         stages = plan.holders.get(name, ())
         if rank not in {holder for stage in stages for holder in plan.ranks_of_stage(stage)}:
             yield f"{name} is updated by rank {rank}, which does not hold it"
+    for name in plan.summed_norms:
+        if name not in plan.holders or name in plan.owners:
+            yield f"{name} is updated in parts, and nobody holds it or a rank updates it whole"
 
 
 def _block_problem(plan: Plan, block: Block, groups: set[tuple[int, ...]]) -> str | None:

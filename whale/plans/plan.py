@@ -99,6 +99,10 @@ class Plan:
     """parameters that are cut over ranks which would hold the same, in the order of their use"""
     owners: dict[str, int] = field(default_factory=dict)
     """parameters that a grid cuts and the optimizer wants whole -> the rank that updates each"""
+    summed_norms: tuple[str, ...] = ()
+    """parameters that a grid cuts and each holder updates in part, by norms of the whole
+    (`runtime/summed_norms.py`)
+    """
     folders: dict[str, str] = field(default_factory=dict)
     """host -> folder for what is at home on its disk; not there: the run folder"""
     updates_ahead: bool = False

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from whale.lowering.program import Lowered
 from whale.runtime.job import Job
+from whale.runtime.summed_norms import SummedNorms, holders_of
 from whale.runtime.whole_updates import WholeUpdates
 
 Cells = tuple[tuple[slice, ...], ...]
@@ -133,6 +134,7 @@ def make_groups(job: Job) -> None:
         for shards in (job.shards, job.state_shards):
             groups.update(piece.ranks for piece in shards.pieces(name) if len(piece.ranks) > 1)
     groups.update(block.ranks for block in job.plan.blocks if len(block.ranks) > 1)
+    groups.update(holders_of(job.state_shards, name) for name in job.plan.summed_norms)
     for ranks in sorted(groups):
         job.ranks.group(ranks)
 
@@ -157,6 +159,20 @@ def whole_updates(job: Job) -> WholeUpdates | None:
     states = job.prepared.captured.state
     shapes = {name: tuple(states[name].shape) for name in owners}
     return WholeUpdates(owners, job.weights, shapes, job.shards, job.ranks)
+
+
+def summed_norms(job: Job, optimizer: torch.optim.Optimizer | None) -> SummedNorms | None:
+    """What gives the optimizer norms of whole parameters of which each holder updates a part; None
+    where it needs none.
+    """
+    names = job.plan.summed_norms
+    if not names or optimizer is None:
+        return None
+    own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    updated = {name: each for name, each in trainable(job) if id(each) in own}
+    states = job.prepared.captured.state
+    shapes = {name: tuple(states[name].shape) for name in names}
+    return SummedNorms(names, updated, shapes, job.state_shards, job.ranks)
 
 
 def for_optimizer(job: Job, whole: WholeUpdates | None) -> NamedParameters:

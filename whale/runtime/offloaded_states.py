@@ -14,7 +14,7 @@ only; `expand` puts the others back, as they lie at home, for checkpoints.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -292,16 +292,18 @@ def refuse(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def offloaded_states(job: Job, optimizer: torch.optim.Optimizer) -> OffloadedStates | None:
-    """What steps an optimizer whose states the plan gives a home elsewhere; None: there are none."""
+def offloaded_states(
+    job: Job, optimizer: torch.optim.Optimizer, updated: Mapping[str, torch.nn.Parameter]
+) -> OffloadedStates | None:
+    """What steps an optimizer whose states the plan gives a home elsewhere; None: there are none.
+    `updated`: by name, the parameters of this optimizer, whole ones that this rank owns included.
+    """
     rank = job.ranks.rank
-    updated = job.updated
     maker = job.homes("states")
     found = []
     for block in job.plan.blocks:
         if rank in block.ranks and block.states != "device":
-            tensors = [updated[name] for name in block.parameters if name in updated]
-            parameters = [each for each in tensors if isinstance(each, torch.nn.Parameter)]
+            parameters = [updated[name] for name in block.parameters if name in updated]
             on_host = all(each.device.type == "cpu" for each in parameters)
             # weights that are at home on the host of an accelerator are updated there
             at_home = on_host and (block.updated_on == "host" or job.ranks.device.is_accelerator)

@@ -83,7 +83,7 @@ class Shapes:
             trains_batch_norm(node) or "all_reduce" in node.meta
             for node in job.prepared.captured.compute_nodes()
         )
-        if own_blocks(job.plan, job.ranks.rank):
+        if own_blocks(job.plan, job.ranks.rank, job.weights):
             intervals = Intervals(job.ranks, self.transport)
             job.zero = Zero(job.plan, job.weights, job.ranks, intervals, job.homes)
         self._activations = offloaded_activations(job)

@@ -26,6 +26,7 @@ from whale.runtime.held import (
     for_optimizer,
     held_parameters,
     make_groups,
+    summed_norms,
     whole_updates,
 )
 from whale.runtime.job import Job
@@ -73,6 +74,7 @@ class Training:
         self.updater = Updater(
             for_optimizer(job, self.whole), optimizer, scheduler, job, shapes.first, self.whole
         )
+        self.updater.norms = summed_norms(job, self.updater.optimizer)
         self.parts = StepInParts(self)
         self.last_outcome: StepOutcome | None = None
         self.trained: frozenset[str] = frozenset()

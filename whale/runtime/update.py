@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from whale.runtime.offloaded_states import OffloadedStates, offloaded_states
 from whale.runtime.result import Totals
 from whale.runtime.stage_updates import StageUpdates
 from whale.runtime.step_update import NonFiniteError, ScheduleState, Update
+from whale.runtime.summed_norms import SummedNorms
 from whale.runtime.whole_updates import WholeUpdates
 
 logger = logging.getLogger("whale")
@@ -105,15 +107,11 @@ class Updater:
         self.offloaded: OffloadedStates | None = None
         """brings states that live elsewhere, block by block; None: all are here"""
         if self.optimizer is not None:
-            self.offloaded = offloaded_states(job, self.optimizer)
-        if self.offloaded is not None and whole is not None:
-            raise ValueError(
-                f"{type(self.optimizer).__name__} looks at whole parameters, which `split` cuts: "
-                'their states stay with one owner on its device. Try: "offload": '
-                '{"optimizer": "device"}'
-            )
+            self.offloaded = offloaded_states(job, self.optimizer, dict(trainable))
         self.whole = whole
         """updates parameters whole that a grid cuts; None: each holder updates its part"""
+        self.norms: SummedNorms | None = None
+        """gives norms of the whole of parameters that are updated in parts; None: there are none"""
         self.trained: Collection[str] = ()
         """parameters that the loss of this step reaches"""
         self.masked: MaskedUpdates | None = None
@@ -283,6 +281,13 @@ class Updater:
             scale_gradients(held, factor)
         if self.whole is not None:
             self.whole.collect(self.trained)
+        norms = self.norms
+        with norms.of_the_whole(self.trained) if norms is not None else nullcontext():
+            self._step_optimizer()
+        if self.whole is not None:
+            self.whole.scatter(self.trained)
+
+    def _step_optimizer(self) -> None:
         if self._by_stage is not None:
             self._by_stage.finish()
         elif self.compressed is not None:
@@ -291,8 +296,6 @@ class Updater:
             self.offloaded.step()
         elif self.optimizer is not None:
             self.optimizer.step()
-        if self.whole is not None:
-            self.whole.scatter(self.trained)
 
     def _schedule(self, totals: Totals) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):

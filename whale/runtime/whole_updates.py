@@ -2,7 +2,8 @@
 parameter has one owner among its holders (`Plan.owners`), which updates it whole.
 
     collect   the first holder of each part sends its gradient to the owner
-    update    the owner's optimizer has the whole parameter, and its state is whole too
+    update    the owner's optimizer has the whole parameter, and its state is whole too; both are on
+              the host where parts of the parameter are
     scatter   the owner sends every holder its part of the new value
 
 Owners are chosen so that all have about as much work (`planning/zero_blocks.py`). Under ZeRO alone
@@ -41,11 +42,9 @@ class WholeUpdates:
         self._group = ranks.world  # the default group may not carry tensors of the device
         self.parameters: dict[str, torch.nn.Parameter] = {}
         """whole, of those that this rank owns"""
-        dtypes = {name: tensor.dtype for name, tensor in weights.items()}
         for name, owner in self._owners.items():
             if owner == self._rank:
-                whole = torch.empty(shapes[name], dtype=dtypes[name], device=self._device)
-                self.parameters[name] = torch.nn.Parameter(whole)
+                self.parameters[name] = torch.nn.Parameter(weights[name].new_empty(shapes[name]))
         self.reload()
 
     def reload(self) -> None:
@@ -81,20 +80,22 @@ class WholeUpdates:
                 if name not in trained:
                     continue
                 operations: list[dist.P2POp] = []
+                arriving: Tensor | None = None
                 for shard in self._parts(name):
                     part = None
                     if owner == self._rank:
-                        part = _taken(shard, self.parameters[name].data)
+                        part = self._to_send(shard.take(self.parameters[name].data))
                     for holder in shard.ranks:
                         if holder == owner == self._rank and part is not None:
                             self._weights[name].copy_(part)
                         elif owner == self._rank and part is not None:
                             operations.append(dist.P2POp(dist.isend, part, holder, self._group))
                         elif holder == self._rank:
-                            operations.append(
-                                dist.P2POp(dist.irecv, self._weights[name].data, owner, self._group)
-                            )
+                            arriving = torch.empty_like(self._weights[name], device=self._device)
+                            operations.append(dist.P2POp(dist.irecv, arriving, owner, self._group))
                 _run(operations)
+                if arriving is not None:
+                    self._weights[name].copy_(arriving)
 
     def _parts(self, name: str) -> list[Shard]:
         """The parts of a parameter that hold something."""
@@ -113,22 +114,20 @@ class WholeUpdates:
             if source == owner == self._rank and whole is not None and part is not None:
                 shard.put(part.detach(), whole)
             elif owner == self._rank and whole is not None:
-                buffer = whole.new_empty(shard.shape or whole.shape)
+                buffer = whole.new_empty(shard.shape or whole.shape, device=self._device)
                 arriving.append((shard, buffer))
                 operations.append(dist.P2POp(dist.irecv, buffer, source, self._group))
             elif source == self._rank and part is not None:
-                operations.append(
-                    dist.P2POp(dist.isend, part.detach().contiguous(), owner, self._group)
-                )
+                sent = self._to_send(part.detach())
+                operations.append(dist.P2POp(dist.isend, sent, owner, self._group))
         _run(operations)
         for shard, buffer in arriving:
             assert whole is not None
-            shard.put(buffer, whole)
+            shard.put(buffer.to(whole.device), whole)
 
-
-def _taken(shard: Shard, whole: Tensor) -> Tensor:
-    part = shard.take(whole)
-    return part if part is not whole else whole.contiguous()
+    def _to_send(self, part: Tensor) -> Tensor:
+        """A part where the group takes it from: on the device, in one piece."""
+        return part.to(self._device).contiguous()
 
 
 def _run(operations: list[dist.P2POp]) -> None:

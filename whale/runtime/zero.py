@@ -9,11 +9,15 @@ level 3      this rank's interval of every block is one flat tensor of its own, 
 offload      of weights: the same, and the interval is memory of the host, or of a file, where the
              optimizer updates it; of optimizer states at level 1, 2 where the plan updates on
              the host of an accelerator: a copy of the interval there, which comes back after it
+grids        a block of a grid whose weights are at home elsewhere is one of this rank alone, as at
+             level 3: its parts of the parameters
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,6 +26,7 @@ from whale.distributed.intervals import Intervals, Transfer
 from whale.distributed.ranks import Ranks
 from whale.plans.blocks import WEIGHTS_TOO, Block, slots_of
 from whale.plans.plan import Plan
+from whale.plans.shards import Shards
 from whale.runtime.homes import HomeMaker, HostHome, tensor_in
 from whale.runtime.residence import Pool, Residence
 
@@ -42,8 +47,9 @@ class Zero:
         """`weights`: this rank's tensors, whole or at level 3 its rows; they are moved into flat
         buffers and stay the same objects. `homes`: of a class that lives elsewhere.
         """
-        self.level = plan.zero
-        self.blocks = own_blocks(plan, ranks.rank)
+        self.blocks = own_blocks(plan, ranks.rank, weights)
+        is_at_home = any(block.weights != "device" for block in self.blocks)
+        self.level = WEIGHTS_TOO if is_at_home else plan.zero
         self._homes = homes("weights")
         self._gradient_homes = homes("gradients")
         if ranks.device.is_accelerator:
@@ -57,6 +63,9 @@ class Zero:
         self.block_of = {
             name: number for number, block in enumerate(self.blocks) for name in block.parameters
         }
+        if ranks.device.is_accelerator:
+            trained = tuple(block for block in self.blocks if self.is_trained(block))
+            _refuse_parts_held_alike(plan, trained, ranks.rank)
         self.residence: Residence | None = None
         self._buffers: list[Tensor] = []
         """level 1, 2: of each block the whole weights"""
@@ -220,17 +229,21 @@ class _Peers:
         raise AssertionError("weights of other ranks are never written to")
 
 
-def own_blocks(plan: Plan, rank: int) -> tuple[Block, ...]:
-    """Blocks of a rank that are cut by rows; those of one rank are its own."""
+def own_blocks(plan: Plan, rank: int, weights: Mapping[str, Tensor]) -> tuple[Block, ...]:
+    """Blocks of a rank that are cut by rows, and those of a grid whose weights are at home
+    elsewhere, as blocks of this rank alone. `weights`: its parts of them.
+    """
+    found = []
     for block in plan.blocks:
-        if rank in block.ranks and not block.ends and block.weights != "device":
-            raise ValueError(
-                f'"offload" of weights to {block.weights} is not possible for {block.parameters[0]}, '
-                "which `split` cuts: its operations gather weights themselves. Try: "
-                '"offload": {"optimizer": ...} beside `split`, or a grid with a longer axis z, '
-                "over which weights are cut"
-            )
-    return tuple(block for block in plan.blocks if rank in block.ranks and block.ends)
+        if rank not in block.ranks:
+            continue
+        if block.ends:
+            found.append(block)
+        elif block.weights != "device":
+            shapes = tuple(tuple(weights[name].shape) for name in block.parameters)
+            number = sum(map(math.prod, shapes))
+            found.append(replace(block, shapes=shapes, ranks=(rank,), ends=(number,)))
+    return tuple(found)
 
 
 def _refuse_on_accelerators(plan: Plan, blocks: tuple[Block, ...]) -> None:
@@ -261,6 +274,21 @@ def _refuse_on_accelerators(plan: Plan, blocks: tuple[Block, ...]) -> None:
                 "at level 3 of ZeRO weights on the device are updated there. Try: "
                 '"offload": {"weights": "host", "optimizer": "host"}, or "zero": 2'
             )
+
+
+def _refuse_parts_held_alike(plan: Plan, blocks: tuple[Block, ...], rank: int) -> None:
+    """Gradients of weights that are at home on the host are there, and nothing sums them there."""
+    shards = Shards(plan, "states")
+    for block in blocks:
+        for name in block.parameters if block.ranks == (rank,) else ():
+            others = [each for each in shards.on(name, rank).ranks if each != rank]
+            if others:
+                raise ValueError(
+                    f'"offload" of weights to {block.weights}: ranks {rank} and {others[0]} hold the '
+                    f"same part of {name}, and accelerators sum no gradients on their hosts. Try: a "
+                    "grid that cuts it over all devices, one model replica, or "
+                    '"offload": {"optimizer": "host"}'
+                )
 
 
 def _like(tensor: Tensor, num_elements: int) -> Tensor:
