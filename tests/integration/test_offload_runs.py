@@ -95,6 +95,7 @@ def loading_bytes(settings: dict[str, Any], checkpoints: Path) -> int:
     """Most bytes that loading takes beside what the job has."""
     engine = engine_of(settings)
     engine.step(batch(0))
+    engine.load(checkpoints)  # imports what loading needs
     tracemalloc.start()  # knows the arrays of numpy, into which files are read
     assert engine.load(checkpoints) == 1
     most = tracemalloc.get_traced_memory()[1]
