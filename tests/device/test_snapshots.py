@@ -16,6 +16,7 @@ import whale as wh
 from tests.device import streams
 from tests.device.collectives import BACKEND
 from tests.device.local_device import use_test_device
+from tests.device.memory import forget_peak, used_memory
 from tests.device.settings import settings
 from tests.device.streams import counters
 from tests.ranks import ModelServer, preload
@@ -102,3 +103,40 @@ def test_an_update_that_does_not_wait_for_the_copy_is_a_race(
     """A mutant: the device finds that weights are written while they are copied."""
     with pytest.raises(Exception, match=r"race: .* copy to host"):
         server.run(_save_between_steps, 1, str(tmp_path), False, backend=BACKEND)
+
+
+LARGE = 64
+NUM_LAYERS = 6
+LAYER_BYTES = 8 * LARGE * LARGE
+
+
+def _loading_bytes(_: None, folder: str, offload: dict[str, str] | bool) -> int:
+    """Most bytes that the device has more while a checkpoint is loaded."""
+    wh.init({"check_replicas": 0, "check_batches": False, "offload": offload})
+    layers = [nn.Linear(LARGE, LARGE, bias=False) for _ in range(NUM_LAYERS)]
+    sample = torch.randn(BATCH_SIZE, LARGE, dtype=torch.float64)
+    engine = wh.parallelize(
+        nn.Sequential(*layers).double(),
+        sample,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.05),
+        loss=lambda output, batch: (output - batch).square().mean(),
+    )
+    if not Path(folder).exists():
+        engine.step(sample)
+        engine.save(folder).wait()
+    streams.synchronize()
+    forget_peak()
+    before = used_memory().now_bytes
+    assert engine.load(folder) == 1
+    streams.synchronize()
+    return used_memory().peak_bytes - before
+
+
+def test_states_of_the_host_are_loaded_block_by_block(server: ModelServer, tmp_path: Path) -> None:
+    """A layer's states on the device at a time; before, all of them."""
+    folder = str(tmp_path / "checkpoints")
+    server.run(_loading_bytes, 1, folder, False, backend=BACKEND)
+    (here,) = server.run(_loading_bytes, 1, folder, False, backend=BACKEND)
+    (away,) = server.run(_loading_bytes, 1, folder, {"optimizer": "host"}, backend=BACKEND)
+    assert here >= 2 * NUM_LAYERS * LAYER_BYTES, "the measure misses something"
+    assert away <= 2 * 2 * LAYER_BYTES, f"{away / LAYER_BYTES:.1f} layers"

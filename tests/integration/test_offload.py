@@ -6,111 +6,96 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.exactness import Trace, compare
-from tests.integration.offload_cases import WAYS, OffloadCase, Placement, train
-from tests.integration.training import prepare_subject
-from tests.integration.zero_cases import trace_of, train_locally
-from tests.ranks import ModelServer, preload
+from tests.exactness import compare
+from tests.integration.offload_cases import WAYS, Placement, train
+from tests.integration.zero_cases import MODELS, OPTIMIZERS, Servers, trace_of
+from tests.pairs import covering_rows
+from tests.ranks import preload
 
 preload("tests.integration.offload_cases")
 
+Row = tuple[str, str, int, Placement, str]
+"""model, way, level, placement, optimizer"""
 WAY = {case.name: case for case in WAYS}
-MODELS = ("tied", "gpt2", "batch_norm")
-CLASSES = ("states", "weights", "activations")
+CLASSES = ("states", "weights", "activations", "gradients")
+LEVELS = (0, 1, 2, 3)
 PLACEMENTS = tuple(Placement(**{what: memory}) for what in CLASSES for memory in ("host", "disk"))
+QUICK: tuple[Row, ...] = (
+    ("tied", "one rank", 0, Placement("host", updated_on="device"), "adamw"),
+    ("tied", "DP 2", 0, Placement(states="disk"), "sgd"),
+    ("tied", "2 stages", 0, Placement(activations="disk"), "adamw"),
+    ("tied", "DP 2, small segments", 0, Placement(activations="disk"), "sgd"),
+    ("tied", "one rank", 0, Placement(weights="host"), "adamw"),
+    ("tied", "wave", 0, Placement("host", "host", "host"), "sgd"),
+    ("tied", "DP 2, uneven", 3, Placement("disk", "disk"), "adamw"),
+    ("tied", "beside split", 0, Placement("disk", activations="host"), "sgd"),
+)
+TOGETHER: tuple[Row, ...] = (
+    ("mixtral", "DP 2", 0, Placement("disk", updated_on="device"), "adamw"),
+    ("lora", "DP 2, uneven", 2, Placement("host", gradients="disk"), "adamw"),
+    ("llama", "2 stages x 2", 3, Placement("disk", "disk", "disk", gradients="disk"), "adamw"),
+    ("resnet", "wave", 0, Placement("host", "disk", "host", gradients="host"), "sgd"),
+)
+"""several classes at once, or another place of the update than the planner's"""
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def subject(request: pytest.FixtureRequest) -> Iterator[tuple[ModelServer, dict[object, Trace]]]:
-    with ModelServer(prepare_subject, request.param) as server:
-        yield server, {}
+def _slow_rows() -> list[Row]:
+    """Rows until every two of model, way, level, placement and optimizer have met."""
+    every = list(product(MODELS, WAY, LEVELS, PLACEMENTS, OPTIMIZERS))
+    found = [*TOGETHER, *covering_rows(every, (*QUICK, *TOGETHER))]
+    return sorted(found, key=lambda row: MODELS.index(row[0]))
+
+
+def _ids(rows: tuple[Row, ...] | list[Row]) -> list[str]:
+    return [", ".join(map(str, row)) for row in rows]
 
 
 @pytest.fixture(scope="module")
-def tied() -> Iterator[tuple[ModelServer, dict[object, Trace]]]:
-    with ModelServer(prepare_subject, "tied") as server:
-        yield server, {}
+def servers() -> Iterator[Servers]:
+    with Servers() as found:
+        yield found
 
 
-@pytest.mark.parametrize(
-    ("way", "level", "placement"),
-    [
-        ("one rank", 0, Placement(states="host", updated_on="device")),
-        ("DP 2", 0, Placement(states="disk")),
-        pytest.param(
-            "DP 2", 0, Placement(states="disk", updated_on="device"), marks=pytest.mark.slow
-        ),
-        pytest.param("DP 2", 0, Placement(states="host", gradients="disk"), marks=pytest.mark.slow),
-        pytest.param("DP 2, uneven", 2, Placement(states="disk"), marks=pytest.mark.slow),
-        pytest.param("DP 2, gpipe", 0, Placement(activations="host"), marks=pytest.mark.slow),
-        ("2 stages", 0, Placement(activations="disk")),
-        ("DP 2, small segments", 0, Placement(activations="disk")),
-        ("one rank", 0, Placement(weights="host")),
-        pytest.param("2 stages", 0, Placement(weights="disk"), marks=pytest.mark.slow),
-        ("wave", 0, Placement("host", "host", "host")),
-        ("DP 2, uneven", 3, Placement("disk", "disk")),
-        pytest.param("recompute", 0, Placement(activations="disk"), marks=pytest.mark.slow),
-        ("beside split", 0, Placement("disk", activations="host")),
-    ],
-    ids=str,
-)
-def test_tied_weights_train_like_local(
-    tied: tuple[ModelServer, dict[object, Trace]],
-    way: str,
-    level: int,
-    placement: Placement,
-    tmp_path: Path,
-) -> None:
-    _compare(tied, WAY[way], level, placement, tmp_path)
+@pytest.mark.parametrize("row", QUICK, ids=_ids(QUICK))
+def test_tied_weights_train_like_local(servers: Servers, row: Row, tmp_path: Path) -> None:
+    _compare(servers, row, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("case", WAYS, ids=lambda case: case.name)
-def test_trains_like_local(
-    subject: tuple[ModelServer, dict[object, Trace]],
-    case: OffloadCase,
-    placement: Placement,
-    tmp_path: Path,
-) -> None:
-    _compare(subject, case, 0, placement, tmp_path)
+@pytest.mark.parametrize("row", _slow_rows(), ids=_ids(_slow_rows()))
+def test_trains_like_local(servers: Servers, row: Row, tmp_path: Path) -> None:
+    _compare(servers, row, tmp_path)
 
 
 @pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_random_placements_train_like_local(
-    tied: tuple[ModelServer, dict[object, Trace]], data: st.DataObject
-) -> None:
-    """Any memory for any class and block, at any level, beside any schedule."""
-    case = data.draw(st.sampled_from([way for way in WAYS if way.name != "beside split"]))
+def test_random_placements_train_like_local(servers: Servers, data: st.DataObject) -> None:
+    """Any memory for any class and block, of any model, at any level, beside any schedule."""
+    way = data.draw(st.sampled_from(tuple(WAY)))
     memory = st.sampled_from(("device", "host", "disk"))
     mixed = data.draw(st.integers(0, 1000))
     placement = Placement(data.draw(memory), data.draw(memory), data.draw(memory), mixed)
+    model = data.draw(st.sampled_from(MODELS))
+    level = data.draw(st.sampled_from(LEVELS))
+    optimizer = data.draw(st.sampled_from(tuple(OPTIMIZERS)))
     with tempfile.TemporaryDirectory() as folder:
-        _compare(tied, case, data.draw(st.integers(0, 3)), placement, Path(folder))
+        _compare(servers, (model, way, level, placement, optimizer), Path(folder))
 
 
-def _compare(
-    subject: tuple[ModelServer, dict[object, Trace]],
-    case: OffloadCase,
-    level: int,
-    placement: Placement,
-    folder: Path,
-) -> None:
-    server, references = subject
-    optimizer = ("adamw", "sgd")[(level + len(case.name)) % 2]
-    key = (optimizer, case.num_micro_batch)
-    if key not in references:
-        references[key] = server.run_local(train_locally, *key)
-    ranks = server.run(train, case.num_ranks, case, optimizer, level, placement, folder)
-    compare(references[key], trace_of(ranks[0], references[key]))
+def _compare(servers: Servers, row: Row, folder: Path) -> None:
+    model, way, level, placement, optimizer = row
+    case = WAY[way]
+    reference = servers.reference(model, optimizer, case.num_micro_batch)
+    ranks = servers[model].run(train, case.num_ranks, case, optimizer, level, placement, folder)
+    compare(reference, trace_of(ranks[0], reference))
     for what in CLASSES:
         moved = sum(rank.num_bytes_moved.get(what, 0) for rank in ranks)
         is_away = getattr(placement, what) != "device"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ NUM_LAYERS = 8
 NUM_SAMPLES = 12
 LAYER_BYTES = 8 * (WIDTH * WIDTH + WIDTH)
 MODEL_BYTES = NUM_LAYERS * LAYER_BYTES
+SMALL_BYTES = 250_000
+"""objects of Python while a checkpoint is loaded, most of them its index"""
 
 
 def build() -> nn.Module:
@@ -86,6 +89,29 @@ def test_checkpoints_go_between_placements(tmp_path: Path) -> None:
         optimizer.step()
     for name, tensor in model.state_dict().items():
         assert torch.allclose(state[name], tensor, rtol=1e-10, atol=1e-12), name
+
+
+def loading_bytes(settings: dict[str, Any], checkpoints: Path) -> int:
+    """Most bytes that loading takes beside what the job has."""
+    engine = engine_of(settings)
+    engine.step(batch(0))
+    engine.load(checkpoints)  # imports what loading needs
+    tracemalloc.start()  # knows the arrays of numpy, into which files are read
+    assert engine.load(checkpoints) == 1
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    engine.close()
+    return most
+
+
+def test_loading_takes_no_more_than_a_block_of_what_lives_on_disk(tmp_path: Path) -> None:
+    settings = {"offload": DISK, "run_folder": str(tmp_path)}
+    checkpoints = tmp_path / "checkpoints"
+    run_ranks(leg, 1, settings, checkpoints, 1)
+    here = run_ranks(loading_bytes, 1, {"run_folder": str(tmp_path)}, checkpoints)[0]
+    away = run_ranks(loading_bytes, 1, settings, checkpoints)[0]
+    assert here >= 3 * MODEL_BYTES, "the measure misses something"
+    assert away <= 2 * LAYER_BYTES + SMALL_BYTES, f"{away / LAYER_BYTES:.2f} layers"
 
 
 # ---- faults

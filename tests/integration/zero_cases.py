@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 import whale as wh
 from tests.exactness import Float64Mode, Trace, local_training
 from tests.integration.table import NUM_STEPS
-from tests.integration.training import Subject, batches
+from tests.integration.training import Subject, batches, prepare_subject
+from tests.ranks import ModelServer
 from whale.capture.batch import read_batch
 from whale.emulation.emulation import platform_of_this_job
 from whale.model_planner import ModelPlanner
@@ -31,6 +33,7 @@ def adamw(pairs: Any) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+MODELS = ("tied", "gpt2", "llama", "batch_norm", "resnet", "mixtral", "lora")
 
 
 @dataclass(frozen=True)
@@ -173,4 +176,38 @@ def train_locally(subject: Subject, optimizer: str, num_micro_batch: int) -> Tra
 def trace_of(first: ZeroTrace, reference: Trace) -> Trace:
     """What rank 0 saw, as local training says it."""
     weights = {name: first.state[name] for name in reference.weights}
-    return Trace(first.losses, first.gradients, weights)
+    buffers = {name: first.state[name] for name in reference.buffers or {}}
+    return Trace(first.losses, first.gradients, weights, buffers)
+
+
+class Servers:
+    """Models that are captured when a test first asks for them, and their local training."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, ModelServer] = {}
+        self._references: dict[tuple[str, str, int], Trace] = {}
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for server in self._made.values():
+            server.close()
+
+    def __getitem__(self, model: str) -> ModelServer:
+        if model not in self._made:
+            self._made[model] = ModelServer(prepare_subject, model)
+        return self._made[model]
+
+    def reference(self, model: str, optimizer: str, num_micro_batch: int) -> Trace:
+        """The same in plain PyTorch."""
+        key = (model, optimizer, num_micro_batch)
+        if key not in self._references:
+            made = self[model].run_local(train_locally, optimizer, num_micro_batch)
+            self._references[key] = made
+        return self._references[key]

@@ -298,7 +298,7 @@ def _read_small(file: Path) -> bytes:
                 f"{file} has {size:,} bytes, at most {MAX_INDEX_BYTES:,} are read: it was not "
                 "written by Whale"
             )
-        return opened.read(MAX_INDEX_BYTES)
+        return opened.read(size)  # more would be allocated, whatever the file has
 
 
 def _first_problem(error: ValidationError) -> str:

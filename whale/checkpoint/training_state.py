@@ -109,8 +109,12 @@ def unpack_optimizer(
     names_of: Mapping[Parameter, str],
     read: Callable[[str], Tensor],
     values: Mapping[str, Any],
+    portions: Iterable[Collection[Parameter]] = (),
 ) -> None:
-    """Loads merged values and the tensors that `read(name)` gives. All is read before anything of
+    """Loads merged values and the tensors that `read(name)` gives.
+
+    `portions`: parameters whose states do not stay with the optimizer. It has those of a portion
+    when the next one is asked for, and never those of two. Of all others everything is read before
     the optimizer changes.
     """
     kind = type(optimizer).__name__
@@ -120,25 +124,40 @@ def unpack_optimizer(
             f"uses {kind}"
         )
     packed = optimizer.state_dict()
+    del packed["state"]  # or the old states would stay until the new ones are there
     options_of: dict[str, dict[str, Any]] = {}
     for saved_group in values["groups"]:
         options_of |= dict.fromkeys(saved_group["names"], saved_group["options"])
     by_position = {group["position"]: group["options"] for group in reversed(values["groups"])}
-    state: dict[Any, dict[str, Any]] = dict(values["shared"])
     groups = []
+    numbers: dict[Parameter, int] = {}
     for position, group in enumerate(packed["param_groups"]):
         parameters = optimizer.param_groups[position]["params"]
         names = [_name_of(parameter, names_of, kind) for parameter in parameters]
         saved = _options(names, options_of, position) if names else by_position.get(position, {})
         groups.append({**group, **saved})
-        for number, name in zip(group["params"], names, strict=True):
+        numbers |= zip(parameters, group["params"], strict=True)
+
+    def load(parameters: Iterable[Parameter]) -> None:
+        state: dict[Any, dict[str, Any]] = dict(values["shared"])
+        for parameter in parameters:
+            name = names_of[parameter]
             if name in values["state"]:
                 found = values["state"][name]
-                state[number] = {
-                    **{key: read(state_name(name, key)) for key in found["tensors"]},
-                    **found["values"],
-                }
-    optimizer.load_state_dict({**packed, **values["extra"], "state": state, "param_groups": groups})
+                tensors = {key: read(state_name(name, key)) for key in found["tensors"]}
+                state[numbers[parameter]] = {**tensors, **found["values"]}
+        optimizer.state.clear()
+        optimizer.load_state_dict(
+            {**packed, **values["extra"], "state": state, "param_groups": groups}
+        )
+
+    left: dict[Parameter, dict[str, Any]] = {}
+    """what the optimizer keeps of the portions: its counters"""
+    for portion in portions:
+        load(portion)
+        left |= optimizer.state
+    load(parameter for parameter in numbers if parameter not in left)
+    optimizer.state.update(left)
 
 
 def pack_scheduler(scheduler: Any) -> dict[str, Any]:

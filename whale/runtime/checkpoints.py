@@ -21,11 +21,9 @@ from whale.checkpoint import (
     Handle,
     Part,
     PretrainedReader,
-    Reader,
     assign_writers,
     export_safetensors,
     find_checkpoints,
-    merge_values,
     pack_optimizer,
     pack_rng,
     pack_scheduler,
@@ -33,18 +31,16 @@ from whale.checkpoint import (
     unpack_rng,
     unpack_scheduler,
 )
-from whale.checkpoint.pieces import Pieces, pieces, read_shard, read_state, state_pieces
+from whale.checkpoint.pieces import Pieces, pieces, read_shard, state_pieces
 from whale.checkpoint.reader import CHECKPOINT_NAME
-from whale.checkpoint.training_state import parameter_name, state_name
+from whale.checkpoint.training_state import parameter_name
 from whale.distributed.ranks import Ranks
 from whale.plans.shards import Shard, Shards
+from whale.runtime.incoming import MODEL, RNG, Incoming, Wanted
 from whale.runtime.job import Job
 from whale.runtime.update import Updater
 
 logger = logging.getLogger("whale")
-
-MODEL = "model/"
-RNG = "rng/0/"
 
 
 @dataclass(frozen=True)
@@ -146,16 +142,19 @@ class Checkpoints:
         candidates: list[Path] = ranks.from_first(_candidates(path) if ranks.rank == 0 else None)
         refused: list[str] = []
         for candidate in candidates:
-            staged: _Staged | None = None
+            incoming: Incoming | None = None
             error: Exception | None = None
             try:
-                staged = self._stage(candidate)
+                incoming = self._incoming(candidate)
             except CheckpointError as problem:
                 error = problem
             problems = [text for text in ranks.gather(str(error) if error else None) if text]
-            if not problems and staged is not None:
-                self._apply(staged, data)
-                return staged.step
+            if not problems and incoming is not None:
+                with incoming:
+                    self._apply(incoming, data)
+                return incoming.step
+            if incoming is not None:
+                incoming.close()
             refused.append(problems[0])
             if candidate != candidates[-1]:
                 logger.warning(
@@ -170,67 +169,50 @@ class Checkpoints:
             f"anew): {refused[0]}"
         )
 
-    def _stage(self, path: Path) -> _Staged:
-        """Reads and checks everything that this rank needs, before anything changes."""
-        with Reader(path) as reader:
-            weights = {}
-            rank = self._job.ranks.rank
-            shapes = reader.shapes()
-            shards = {name: self._job.shards.on(name, rank) for name in self._job.weights}
-            for name, tensor in self._job.weights.items():
-                shape = self._whole[name].shape
-                if reader.shape(MODEL + name) != tuple(shape):
-                    raise CheckpointError(
-                        f"{name} has shape {list(reader.shape(MODEL + name))} in {path}, in this "
-                        f"model {list(shape)}: another model"
-                    )
-                weights[name] = read_shard(
-                    reader.read, MODEL + name, shards[name], shape, tensor.dtype
-                )
-            merged = merge_values(values.get("optimizer") for values in reader.rank_values)
-            state = {}
-            states = self._states
-            for name in self._names_of().values() if self._updater.optimizer is not None else ():
-                for key in merged.get("state", {}).get(name, {}).get("tensors", ()):
-                    stored = state_name(name, key)
-                    state[stored] = read_state(
-                        reader.read, shapes, stored, states.on(name, rank), self._whole[name].shape
-                    )
-            rng = {name: reader.read(name) for name in reader.names(RNG)}
-            scheduler = next(
-                (values["scheduler"] for values in reader.rank_values if "scheduler" in values),
-                None,
+    def _incoming(self, path: Path) -> Incoming:
+        """What this rank takes of a checkpoint."""
+        rank = self._job.ranks.rank
+        elsewhere: set[str] = set()
+        for block in self._job.plan.blocks:
+            if block.weights != "device" and rank in block.ranks:
+                elsewhere.update(block.parameters)
+        weights = {}
+        for name, tensor in self._job.weights.items():
+            shard = self._job.shards.on(name, rank)
+            shape = tuple(self._whole[name].shape)
+            weights[name] = Wanted(shard, shape, tensor.dtype, name in elsewhere)
+        states = {}
+        away = set(map(id, self._updater.away))
+        names_of = self._names_of() if self._updater.optimizer is not None else {}
+        for tensor, name in names_of.items():
+            shape = tuple(self._whole[name].shape)
+            states[name] = Wanted(
+                self._states.on(name, rank), shape, tensor.dtype, id(tensor) in away
             )
-            return _Staged(
-                reader.step,
-                weights,
-                merged,
-                state,
-                rng,
-                scheduler,
-                reader.values,
-                reader.num_bytes_read,
-            )
+        return Incoming(path, weights, states)
 
-    def _apply(self, staged: _Staged, data: Any) -> None:
+    def _apply(self, incoming: Incoming, data: Any) -> None:
         updater = self._updater
         updater.wait_for_copies()
         with torch.no_grad():
             for name, tensor in self._job.weights.items():
-                tensor.copy_(staged.weights[name])
+                tensor.copy_(incoming.take(MODEL + name))
         if updater.optimizer is not None:
             unpack_optimizer(
-                updater.optimizer, self._names_of(), staged.state.__getitem__, staged.optimizer
+                updater.optimizer,
+                self._names_of(),
+                incoming.take,
+                incoming.optimizer,
+                updater.loaded_in_portions(),
             )
-            updater.states_loaded()
-            if updater.scheduler is not None and staged.scheduler is not None:
-                unpack_scheduler(updater.scheduler, staged.scheduler, updater.optimizer)
-        if updater.loss_scale is not None and staged.values.get("loss_scale"):
-            updater.loss_scale.restore(staged.values["loss_scale"])
-        unpack_rng(RNG, staged.rng.__getitem__, staged.values["rng"])
-        if data is not None and staged.values.get("data") is not None:
-            data.load_state_dict(staged.values["data"])
-        self.num_bytes_read = staged.num_bytes_read
+            if updater.scheduler is not None and incoming.scheduler is not None:
+                unpack_scheduler(updater.scheduler, incoming.scheduler, updater.optimizer)
+        if updater.loss_scale is not None and incoming.values.get("loss_scale"):
+            updater.loss_scale.restore(incoming.values["loss_scale"])
+        unpack_rng(RNG, incoming.take, incoming.values["rng"])
+        if data is not None and incoming.values.get("data") is not None:
+            data.load_state_dict(incoming.values["data"])
+        self.num_bytes_read = incoming.num_bytes_read
 
     def export(self, path: Path, state: Mapping[str, Tensor]) -> None:
         """Rank 0 writes the whole model; returns when the file is there, and raises on every rank
@@ -266,20 +248,6 @@ class Checkpoints:
         parts = self._job.updated.items()
         kept = {name: tensor for name, tensor in parts if name not in self._job.plan.owners}
         return kept | whole.parameters
-
-
-@dataclass(frozen=True)
-class _Staged:
-    """A checkpoint read and checked, not yet applied."""
-
-    step: int
-    weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Any]
-    state: Mapping[str, Tensor]
-    rng: Mapping[str, Tensor]
-    scheduler: Mapping[str, Any] | None
-    values: Mapping[str, Any]
-    num_bytes_read: int
 
 
 def load_pretrained(

@@ -139,10 +139,20 @@ class CompressedStates:
             for key in states:
                 self.optimizer.state[parameter].pop(key, None)
 
-    def take_all(self) -> None:
-        """Takes states that the optimizer has got, from a checkpoint."""
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those whose states are held in fewer bits: all."""
+        return [each for group in self.optimizer.param_groups for each in group["params"]]
+
+    def loaded_in_portions(self) -> Iterator[list[Tensor]]:
+        """Parameters, a few at a time where the optimizer treats each by itself. When the next are
+        asked for, the optimizer has the states of these from a checkpoint, and they are compressed.
+        """
         self._held.clear()
-        self.compress()
+        few = self._few() if type(self.optimizer) in BY_PARAMETER else iter([self.parameters])
+        for portion in few:
+            yield portion
+            self.compress(portion)
 
     def _few(self) -> Iterator[list[Tensor]]:
         """Parameters, a few at a time."""

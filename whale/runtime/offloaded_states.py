@@ -216,12 +216,20 @@ class OffloadedStates:
         for layout in self._layouts.values():
             self._detach(layout)
 
-    def take_all(self) -> None:
-        """Takes states home that the optimizer has got, from a checkpoint."""
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those whose states live elsewhere."""
+        return [each for block in self._blocks for each in block.parameters]
+
+    def loaded_in_portions(self) -> Iterator[Sequence[torch.nn.Parameter]]:
+        """Parameters, block by block. When the next are asked for, the optimizer has the states of
+        these from a checkpoint, and they go home.
+        """
         self._settle()
         self._residence = None
         self._layouts.clear()
         for number, block in enumerate(self._blocks):
+            yield block.parameters
             self._take_home(number, self._layout(block))
 
     def close(self) -> None:

@@ -201,11 +201,21 @@ class Updater:
             if elsewhere is not None:
                 elsewhere.collapse()
 
-    def states_loaded(self) -> None:
-        """The optimizer has got all its states from a checkpoint."""
+    @property
+    def away(self) -> Sequence[Tensor]:
+        """Parameters whose states are not as the optimizer has them between steps: elsewhere, or
+        in fewer bits.
+        """
+        elsewhere = self.compressed or self.offloaded
+        return elsewhere.parameters if elsewhere is not None else ()
+
+    def loaded_in_portions(self) -> Iterator[Sequence[Tensor]]:
+        """The parameters of `away`, some at a time: what the optimizer has got of them from a
+        checkpoint goes where it lives when the next are asked for.
+        """
         elsewhere = self.compressed or self.offloaded
         if elsewhere is not None:
-            elsewhere.take_all()
+            yield from elsewhere.loaded_in_portions()
 
     def close(self) -> None:
         """Waits for states on their way."""

@@ -152,6 +152,7 @@ class Zero:
         home = self._gradient_homes.home(memory)
         place = home.place(number, own.nbytes)
         home.check(number)
+        home.num_bytes_moved += own.nbytes
         return tensor_in(place, 0, own, own.shape, (1,)).copy_(own)
 
     def _part(self, number: int, like: Tensor, num_elements: int) -> Tensor:
