@@ -334,8 +334,7 @@ def _given_plan(given: Plan | str | Path, prepared: CapturedModel) -> Plan:
     if chosen.model != mine:
         raise ValueError(
             f"this plan was made for another model: the plan's is {chosen.model[:12]} (batch "
-            f"{chosen.batch_size}), this is {mine[:12]}. "
-            "Try: a new plan by wh.plan or `whale plan`"
+            f"{chosen.batch_size}), this is {mine[:12]}. Try: a new plan by wh.plan or `whale plan`"
         )
     return chosen
 

@@ -264,18 +264,16 @@ _RULES: tuple[_Rule, ...] = (
         "GuardOnDataDependentSymNode",
         r"Could not extract specialized integer",
         "the value of a tensor becomes a Python integer here (`int()`, `.item()`, `.tolist()`, a "
-        "size, a slice or a `range`). "
-        "The captured graph is the same for every batch, so no Python number may depend on what "
-        "the tensors hold",
+        "size, a slice or a `range`). The captured graph is the same for every batch, so no Python "
+        "number may depend on what the tensors hold",
         f"keep it a tensor (masks and `torch.where` instead of slices and loops), {_OUTSIDE}",
     ),
     _Rule(
         "GuardOnDataDependentSymNode",
         r"",
         "Python needs the value of a tensor here (`if`, `while`, `assert`, `and`, `float()`, "
-        "`int()` or a comparison of `.item()`). "
-        "The captured graph has one path for every batch, so no Python decision may depend on "
-        "what the tensors hold",
+        "`int()` or a comparison of `.item()`). The captured graph has one path for every batch, "
+        "so no Python decision may depend on what the tensors hold",
         "write both cases as tensors with `torch.where(condition, a, b)`; put checks under `if "
         "not torch.compiler.is_exporting():`; " + _OUTSIDE,
     ),
@@ -321,8 +319,7 @@ _RULES: tuple[_Rule, ...] = (
         r"\.numpy\(\) is not supported|Can't call numpy\(\)|Cannot copy out of meta tensor|"
         r"[Cc]annot .*data pointer",
         "the values of a tensor are read outside torch here (`.numpy()`, `.data_ptr()`, a C "
-        "extension). "
-        "During a capture tensors have shapes and no values",
+        "extension). During a capture tensors have shapes and no values",
         "use torch operations, or wrap this part with `torch.library.custom_op` (with "
         "`register_fake` and `register_autograd`)",
     ),

@@ -334,8 +334,8 @@ def _no_loss(output: Any, value: Any, loss: Loss | None) -> str:
         )
     gave = got if value is output else f"{type(output).__name__} whose loss is {got}"
     return (
-        f"the model gave {gave}: pass loss=lambda output, batch: ..., "
-        f"or give the model its labels so that it returns a scalar or something with .loss"
+        f"the model gave {gave}: pass loss=lambda output, batch: ..., or give the model its labels "
+        "so that it returns a scalar or something with .loss"
     )
 
 

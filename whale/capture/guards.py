@@ -122,9 +122,8 @@ def refuse(findings: Findings) -> None:
     changes = findings.gradient_changes()
     if changes:
         raise CaptureError(
-            f"The captured model would lose {len(changes)} thing(s) that may change its "
-            "gradients: a capture keeps the forward only."
-            f"{_listed(changes)}"
+            f"The captured model would lose {len(changes)} thing(s) that may change its gradients: "
+            f"a capture keeps the forward only.{_listed(changes)}"
         )
     rebuilt = findings.of_kind(REBUILT)
     if rebuilt:

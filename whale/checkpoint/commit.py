@@ -172,11 +172,9 @@ def _await_reports(target: Target, num_ranks: int, timeout_s: float) -> list[Ran
         if patience.is_over():
             raise CheckpointError(
                 f"{target.final} was not finished: rank{'s' if len(missing) > 1 else ''} "
-                f"{_list(missing)} of {num_ranks} did not write "
-                f"for {patience.limit_s:.0f} s. All ranks must call save at the same step and see "
-                "the same folder "
-                "(a shared file system when there are several hosts). Earlier checkpoints are "
-                "untouched"
+                f"{_list(missing)} of {num_ranks} did not write for {patience.limit_s:.0f} s. All "
+                "ranks must call save at the same step and see the same folder (a shared file "
+                "system when there are several hosts). Earlier checkpoints are untouched"
             )
         patience.pause()
     if failed:

@@ -32,8 +32,7 @@ def explain(
         )
         what = (
             f"the disk is full: {needed}, {_free_bytes(path)} are free. Free some space, keep "
-            "fewer checkpoints (keep=...), "
-            f"or save to another folder"
+            "fewer checkpoints (keep=...), or save to another folder"
         )
     elif error.errno == errno.EFBIG:
         size = f" of {num_bytes:,} bytes" if num_bytes is not None else ""

@@ -339,8 +339,8 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, torch.Tensor):
         if value.dim() != 0 or str(value.dtype) not in SCALAR_DTYPES:
             raise CheckpointError(
-                f"{where} is a tensor of shape {list(value.shape)} and {value.dtype}: "
-                f"only a 0-dim tensor can stand among the values. Save it as a tensor, or drop it"
+                f"{where} is a tensor of shape {list(value.shape)} and {value.dtype}: only a 0-dim "
+                "tensor can stand among the values. Save it as a tensor, or drop it"
             )
         return {"!tensor": [str(value.dtype), encode(value.item(), where)]}
     if isinstance(value, (list, tuple)):
@@ -350,8 +350,8 @@ def encode(value: Any, where: str) -> Any:
         return _encode_dict(value, where)
     raise CheckpointError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
-        "cannot hold (numbers, text, lists, dicts "
-        f"and 0-dim tensors can). Leave it out of the state, and build it again before loading"
+        "cannot hold (numbers, text, lists, dicts and 0-dim tensors can). Leave it out of the "
+        "state, and build it again before loading"
     )
 
 

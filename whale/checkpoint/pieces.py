@@ -222,9 +222,8 @@ def read_state(
         return read(name, None)
     raise CheckpointError(
         f"the optimizer state {name!r} belongs to another part of the parameter than this rank "
-        "holds, and cannot be cut anew: "
-        "load it with the grid and the number of devices that it was saved with, or start the "
-        "optimizer afresh (weights=...)"
+        "holds, and cannot be cut anew: load it with the grid and the number of devices that it "
+        "was saved with, or start the optimizer afresh (weights=...)"
     )
 
 

@@ -133,8 +133,7 @@ class PretrainedReader:
         if how and any(other != found for _, other in complete[1:]):
             raise CheckpointError(
                 f"the names in {self.path} fit the model in more than one way "
-                f"({', '.join(how for how, _ in complete)}): "
-                f"rename them, or give prefixes=[...]"
+                f"({', '.join(how for how, _ in complete)}): rename them, or give prefixes=[...]"
             )
         rename = dict(attempts)[how]
         found |= {name: rename(name) for name in optional if rename(name) in self._file_of}
@@ -164,9 +163,8 @@ class PretrainedReader:
         missing = [name for name in names if name not in found]
         return (
             f"{self.path} lacks {len(missing)} of the {len(names)} tensors that the model needs, "
-            f"the first are {', '.join(missing[:3])}."
-            f"{nearest(missing[0], self._file_of)} Is it of another model? It holds "
-            f"{', '.join(list(self._file_of)[:3])}, ..."
+            f"the first are {', '.join(missing[:3])}.{nearest(missing[0], self._file_of)} Is it of "
+            f"another model? It holds {', '.join(list(self._file_of)[:3])}, ..."
         )
 
     def _find(self) -> dict[str, str]:

@@ -99,8 +99,7 @@ def check_files(path: Path, index: Index) -> None:
         if not stat.S_ISREG(status.st_mode) or status.st_size != info.num_bytes:
             raise CheckpointError(
                 f"{file} has {status.st_size:,} bytes, it was written with {info.num_bytes:,}: it "
-                "was cut short or changed. "
-                f"Load another checkpoint"
+                "was cut short or changed. Load another checkpoint"
             )
 
 
@@ -184,8 +183,7 @@ class Reader:
         if name not in self.index.tensors:
             raise CheckpointError(
                 f"{self.path} has no tensor {name!r}: it was saved from another model, optimizer "
-                "or setting."
-                f"{nearest(name, self.index.tensors)}"
+                f"or setting.{nearest(name, self.index.tensors)}"
             )
         return self.index.tensors[name]
 

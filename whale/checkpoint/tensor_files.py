@@ -284,8 +284,7 @@ class TensorFile:
             kind = "It looks like a pickle, which Whale never opens. " if is_pickle else ""
             raise CheckpointError(
                 f"{self.path} is not a whole safetensors file: a header of {length:,} bytes does "
-                f"not fit in {self.num_bytes:,}. {kind}"
-                f"Load another file"
+                f"not fit in {self.num_bytes:,}. {kind}Load another file"
             )
         header = bytearray(length)
         self._read_into(memoryview(header), 8, "the header")

@@ -232,17 +232,15 @@ def _options(
     if missing:
         raise CheckpointError(
             f"the checkpoint has no optimizer state for {len(missing)} parameters, the first are "
-            f"{', '.join(missing[:3])}: "
-            f"it was saved from another model, or these were frozen then"
+            f"{', '.join(missing[:3])}: it was saved from another model, or these were frozen then"
         )
     chosen = options_of[names[0]]
     for name in names:
         if options_of[name] != chosen:
             different = [key for key in chosen if options_of[name].get(key) != chosen[key]]
             raise CheckpointError(
-                f"{names[0]} and {name} are both in group {position} now, but were saved in "
-                f"groups with different {', '.join(different)}. "
-                f"Make the same groups as when it was saved"
+                f"{names[0]} and {name} are both in group {position} now, but were saved in groups "
+                f"with different {', '.join(different)}. Make the same groups as when it was saved"
             )
     return chosen
 

@@ -81,9 +81,9 @@ def _check_gpus(num_ranks: int | None, output: Path, cpu: bool, small: bool) -> 
     reason = why_no_accelerators()
     if reason is not None and not cpu:
         stop(
-            f"whale doctor --gpu: torch finds no accelerator on this host, so nothing was tried "
-            f"and no report is written ({reason}). To try the command itself on CPU ranks: "
-            "whale doctor --gpu --cpu",
+            "whale doctor --gpu: torch finds no accelerator on this host, so nothing was tried and "
+            f"no report is written ({reason}). To try the command itself on CPU ranks: whale "
+            "doctor --gpu --cpu",
             FAILED,
         )
     is_well = check_gpus(num_ranks or launcher.default_num_ranks(), output, small)

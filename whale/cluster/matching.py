@@ -66,9 +66,8 @@ def match(cluster: Cluster, places: Sequence[RankPlace]) -> Cluster:
             if local_rank in taken:
                 raise ValueError(
                     f"ranks {taken[local_rank]} and {rank} are both local rank {local_rank} of "
-                    f"host {host!r}; if two launchers share this "
-                    f"machine, give each its own host name: {HOST_VARIABLE}=<name in the cluster "
-                    "file>"
+                    f"host {host!r}; if two launchers share this machine, give each its own host "
+                    f"name: {HOST_VARIABLE}=<name in the cluster file>"
                 )
             taken[local_rank] = rank
             if local_rank not in devices:

@@ -155,9 +155,8 @@ def note_on_parts(make: MakeOptimizer, name: str) -> str | None:
     kind = type(make(iter([(name, torch.nn.Parameter(torch.zeros(SHAPE)))]))).__name__
     return (
         f"{kind} looks at more than one number at a time: where a parameter is cut ({name}, say) "
-        "it sees the part of each device and gives "
-        "other values than on the whole. SGD, Adam, AdamW and others that treat every number "
-        "alone are exact on any grid"
+        "it sees the part of each device and gives other values than on the whole. SGD, Adam, "
+        "AdamW and others that treat every number alone are exact on any grid"
     )
 
 

@@ -481,8 +481,7 @@ def _connect(rank: int, hosts: list[str], port: int, timeout_s: float) -> socket
         return connection
     raise ConnectionError(
         f"rank {rank} cannot reach rank 0 at {' or '.join(hosts)}, port {port} ({problem}): "
-        "MASTER_ADDR must be the host of rank 0, and "
-        f"hosts must reach each other on all ports"
+        "MASTER_ADDR must be the host of rank 0, and hosts must reach each other on all ports"
     )
 
 

@@ -43,11 +43,10 @@ class Memory(Account):
         used = ", ".join(f"{name} {human_bytes(size)}" for name, size in self.used.items())
         return (
             f"rank {self.device.rank} (an emulated {self.device.kind.name} on {self.device.host}) "
-            f"is out of memory at {action}: "
-            f"{what} need {human_bytes(num_bytes)} more, but only "
-            f"{human_bytes(capacity - self.total)} of {human_bytes(capacity)} "
-            f"are free (used: {used}). Try: more micro-batches or a smaller batch, the model cut "
-            "over more devices, or recompute"
+            f"is out of memory at {action}: {what} need {human_bytes(num_bytes)} more, but only "
+            f"{human_bytes(capacity - self.total)} of {human_bytes(capacity)} are free (used: "
+            f"{used}). Try: more micro-batches or a smaller batch, the model cut over more "
+            "devices, or recompute"
         )
 
     def update(self, optimizer: torch.optim.Optimizer | None) -> None:

@@ -67,9 +67,8 @@ def prepare(
     if cluster.num_devices > most_ranks(free):
         raise ValueError(
             f"{file} has {cluster.num_devices} devices, but this machine can start about "
-            f"{most_ranks(free)} ranks: {human_bytes(free)} of "
-            f"memory are free and each rank takes about {human_bytes(RANK_BYTES)}. Emulate fewer "
-            "devices, or free memory"
+            f"{most_ranks(free)} ranks: {human_bytes(free)} of memory are free and each rank takes "
+            f"about {human_bytes(RANK_BYTES)}. Emulate fewer devices, or free memory"
         )
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("rank_*.json"):

@@ -56,10 +56,9 @@ def refuse_shared_memory(model: torch.nn.Module) -> None:
             if start < other_stop and other_start < stop and other is not tensor:
                 raise ValueError(
                     f"{other_name} and {name} are two tensors in the same memory (`.data` of one "
-                    "given to the other, or a view): "
-                    "trained each on its own, they would drift apart. Tie them with one "
-                    "Parameter (`b.weight = a.weight`), or give each "
-                    f"its own memory (`.clone()`)"
+                    "given to the other, or a view): trained each on its own, they would drift "
+                    "apart. Tie them with one Parameter (`b.weight = a.weight`), or give each its "
+                    "own memory (`.clone()`)"
                 )
         seen[tensor.untyped_storage().data_ptr()].append((start, stop, name, tensor))
 
@@ -157,8 +156,8 @@ def default_init(model: torch.nn.Module) -> Init:
         elif not callable(reset):
             raise ValueError(
                 f"module '{name}' ({type(module).__name__}) has parameters or buffers of its own "
-                "and no reset_parameters(): give it one, "
-                f"or pass init=lambda module, name: ..., or pass a model that is already built"
+                "and no reset_parameters(): give it one, or pass init=lambda module, name: ..., or "
+                "pass a model that is already built"
             )
 
     return init
@@ -261,9 +260,8 @@ def _check_set(tensor: torch.Tensor, name: str, module: torch.nn.Module) -> None
     if unset:
         raise ValueError(
             f"'{name}' was left without a value by the initialisation of its module "
-            f"({type(module).__name__}): "
-            "pass init=lambda module, name: ... that sets it, or pass a model that is already "
-            "built"
+            f"({type(module).__name__}): pass init=lambda module, name: ... that sets it, or pass "
+            "a model that is already built"
         )
 
 

@@ -83,10 +83,9 @@ def rebalance(
     speed = sum(1.0 + each[worst] for each in drifts) / len(drifts)
     text = (
         f"rank {worst} ({plan.device_kinds[worst]}) ran at {speed:.2f} of its predicted share of "
-        "the speed in the "
-        f"{len(window)} measured steps up to step {last_step} (threshold {threshold:g}): samples "
-        f"by rank {_shown(old)} -> {_shown(new)}, "
-        f"which makes the slowest device {before_s / after_s:.2f} times faster"
+        f"the speed in the {len(window)} measured steps up to step {last_step} (threshold "
+        f"{threshold:g}): samples by rank {_shown(old)} -> {_shown(new)}, which makes the slowest "
+        f"device {before_s / after_s:.2f} times faster"
     )
     decision = Decision(f"samples by rank from step {last_step + 1}", _shown(new), text)
     return Rebalanced(replace(corrected, decisions=(*plan.decisions, decision)), new, text)

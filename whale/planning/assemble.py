@@ -296,7 +296,6 @@ def _schedule_reason(schedule: scheduling.Schedule, wanted: str) -> str:
     )
     return (
         f"{instead}{count(schedule.num_micro_batch, 'micro-batch')} over "
-        f"{count(schedule.stage_graph.num_stages, 'stage')}; "
-        f"proved complete and free of deadlock; "
+        f"{count(schedule.stage_graph.num_stages, 'stage')}; proved complete and free of deadlock; "
         f"at most {max(scheduling.peaks_in_flight(schedule))} in flight on a stage"
     )

@@ -180,14 +180,12 @@ def refuse_unless_it_fits(
             f"{human_bytes(memory.parameter_bytes)} parameters, "
             f"{human_bytes(memory.gradient_bytes)} gradients, "
             f"{human_bytes(memory.optimizer_bytes)} optimizer state, "
-            f"{human_bytes(memory.buffer_bytes)} buffers and mini-batch, "
-            "the rest workspace"
+            f"{human_bytes(memory.buffer_bytes)} buffers and mini-batch, the rest workspace"
         )
         raise NotEnoughMemory(
             f"the model does not fit: rank {rank} ({devices.kinds[rank]}) has "
-            f"{human_bytes(memory.capacity_bytes)} and needs "
-            f"{human_bytes(memory.least_bytes)} before the first sample ({parts}). "
-            f"{_missing(devices)}",
+            f"{human_bytes(memory.capacity_bytes)} and needs {human_bytes(memory.least_bytes)} "
+            f"before the first sample ({parts}). {_missing(devices)}",
             is_over_full=True,
         )
     if devices.fits(batch_size, num_micro_batch):
@@ -232,8 +230,7 @@ def _free_memory(devices: DeviceLoads) -> str:
         lines.append(
             f"rank {rank} ({devices.kinds[rank]}) has memory for {max(0, memory.most_samples())} "
             f"({human_bytes(memory.capacity_bytes)} less {human_bytes(memory.static_bytes)} for "
-            "weights "
-            f"and the like, {human_bytes(memory.sample_bytes)} a sample)"
+            f"weights and the like, {human_bytes(memory.sample_bytes)} a sample)"
         )
     more = len(tightest) - shown
     return ", ".join(lines) + (f" and {more} more" if more else "")

@@ -157,11 +157,9 @@ def cut(
     num_operations = int(chain.points[-1])
     reason = (
         f"{num_stages} stages of {num_operations} operations, cut at {num_stages - 1} of "
-        f"{len(chain.points) - 2} points: "
-        f"slowest is stage {worst} (operations {starts[worst]} to {last}) with "
-        f"{human_seconds(slowest)}, "
-        f"mean {human_seconds(stage_times.mean())}; the cuts send {human_seconds(total_crossing)} "
-        f"in all{why}"
+        f"{len(chain.points) - 2} points: slowest is stage {worst} (operations {starts[worst]} to "
+        f"{last}) with {human_seconds(slowest)}, mean {human_seconds(stage_times.mean())}; the "
+        f"cuts send {human_seconds(total_crossing)} in all{why}"
     )
     return Cuts(starts, slowest, total_crossing, reason)
 

@@ -74,8 +74,7 @@ def idle_decision(plan: Plan) -> Decision | None:
         "devices without samples",
         f"rank {ranges(idle)}",
         f"without {them}, on {count(plan.num_devices - len(idle), 'device')}, a predicted step "
-        f"takes {human_seconds(without_s)}, "
-        f"with {them} {human_seconds(with_s)}: {they} {compute} nothing, but {take} part in "
-        "all-reduces of gradients and updates. "
-        f"Leave {them} out of the cluster",
+        f"takes {human_seconds(without_s)}, with {them} {human_seconds(with_s)}: {they} {compute} "
+        f"nothing, but {take} part in all-reduces of gradients and updates. Leave {them} out of "
+        "the cluster",
     )

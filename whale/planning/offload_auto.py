@@ -136,7 +136,7 @@ def too_many_bytes(problem: Problem, offload: Offload) -> str | None:
     if held["device"] <= sum(capacity) and not is_too_much:
         return None
     return (
-        f"the model does not fit: its weights, gradients and optimizer state take "
+        "the model does not fit: its weights, gradients and optimizer state take "
         f"{human_bytes(sum(sizes.values()))}, each held once, and the devices have "
         f"{human_bytes(sum(capacity))} together"
     )

@@ -153,14 +153,12 @@ def _refuse_sample_buffers(captured: CapturedGraph) -> None:
         if args.get("use_input_stats") and args.get("running_mean") is not None:
             raise ValueError(
                 f"instance norm with running statistics ({user_line(node)}): each device would "
-                "keep other statistics. "
-                "Use track_running_stats=False, or put this part on one device with one model "
-                "replica"
+                "keep other statistics. Use track_running_stats=False, or put this part on one "
+                "device with one model replica"
             )
     for name, value in captured.buffer_updates.items():
         if slice_stage([value], RECOMPUTED, {}).inputs:
             raise ValueError(
                 f"buffer {name} is computed from the samples ({user_line(value)}), so each device "
-                "would get another value: "
-                f"put this part on one device with one model replica"
+                "would get another value: put this part on one device with one model replica"
             )

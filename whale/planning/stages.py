@@ -294,8 +294,8 @@ def follow_plan(plan: Plan, captured: CapturedGraph, kinds: Mapping[Node, ValueK
             if not holders and is_direct and name in plan.holders:
                 raise ValueError(
                     f"{name} is on stage {plan.holders[name]}, but this graph uses it after stage "
-                    f"{latest} ({user_line(node)}): "
-                    f"the model calls its parts in another order here than in training"
+                    f"{latest} ({user_line(node)}): the model calls its parts in another order "
+                    "here than in training"
                 )
             latest = min(holders, default=latest)
         stage_of[node] = latest

@@ -111,8 +111,7 @@ def _place_in_order(wanted: Sequence[int], num_devices: int) -> DevicePlacement:
     )
     reason = (
         f"{_task_graphs(len(wanted))} on {_counts(wanted)} device{'s' * (total > 1)}, {total} in "
-        "all; "
-        f"{num_devices} device{'s' * (num_devices > 1)} / {total} = {_replicas(num_replicas)}"
+        f"all; {num_devices} device{'s' * (num_devices > 1)} / {total} = {_replicas(num_replicas)}"
     )
     return DevicePlacement(virtual_devices, tuple(range(len(wanted))), num_replicas, reason)
 

@@ -53,9 +53,8 @@ def summary(plan: Plan) -> str:
         )
     return (
         f"{count(plan.num_devices, 'device')} ({kinds}): {count(len(plan.stages), 'stage')} x "
-        f"{count(plan.num_replicas, 'model replica')}, "
-        f"batch {plan.batch_size} in {count(plan.num_micro_batch, 'micro-batch')}, schedule "
-        f"{plan.schedule.name}"
+        f"{count(plan.num_replicas, 'model replica')}, batch {plan.batch_size} in "
+        f"{count(plan.num_micro_batch, 'micro-batch')}, schedule {plan.schedule.name}"
     )
 
 

@@ -243,7 +243,6 @@ def _verdict(rehearsal: Rehearsal) -> str:
     enough = rehearsal.factor * max(record.worst_ratio for record in rehearsal.records)
     return (
         f"INVALID: {counted}, more than {100 * MOST_OVERRUNS:.0f} %; {worst}. This machine is too "
-        "slow or too busy for these times: "
-        "stretch them more (--stretch "
+        "slow or too busy for these times: stretch them more (--stretch "
         f"{enough:.4g}){'' if rehearsal.is_stub else ', or take stub chunks (--stub)'}"
     )

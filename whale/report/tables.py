@@ -275,8 +275,7 @@ def sharding_title(plan: Plan, sharding: StageSharding) -> str:
     )
     return (
         f"Stage {sharding.stage} on a grid {grid.name} (sent: by one device for "
-        f"{sharding.num_samples} samples, forward and backward; "
-        f"{human_bytes(total)} in all)"
+        f"{sharding.num_samples} samples, forward and backward; {human_bytes(total)} in all)"
     )
 
 

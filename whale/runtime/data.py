@@ -64,9 +64,8 @@ class ShardedLoader:
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise ValueError(
                 "engine.loader needs a data set with __getitem__ and __len__, which "
-                f"{type(dataset).__name__} has not: each rank reads its "
-                "own samples by number. Give batches of another source whole to engine.step, the "
-                "same on every rank"
+                f"{type(dataset).__name__} has not: each rank reads its own samples by number. "
+                "Give batches of another source whole to engine.step, the same on every rank"
             )
         self.num_samples = len(dataset)  # type: ignore[arg-type]
         if self.num_samples < batch_size:

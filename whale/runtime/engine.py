@@ -198,9 +198,9 @@ class Engine:
             return
         if hasattr(batches, "state_dict"):
             raise ValueError(
-                f"engine.prefetch takes a batch before the one before it is trained on, so that "
-                f"the position that {type(batches).__name__} counts would be one batch too far in "
-                "a checkpoint. Try: engine.loader, or batches without engine.prefetch"
+                "engine.prefetch takes a batch before the one before it is trained on, so that the "
+                f"position that {type(batches).__name__} counts would be one batch too far in a "
+                "checkpoint. Try: engine.loader, or batches without engine.prefetch"
             )
         yield from self.copied_ahead(batches)
 

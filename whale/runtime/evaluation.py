@@ -56,8 +56,7 @@ class Evaluation:
         least = widest(self._job.plan)
         if batch_size < least:
             raise ValueError(
-                f"engine.evaluate: a batch of {batch_size} samples cannot be cut over "
-                f"{least} devices, each needs one. "
-                f"Try: at least {least} samples at a time: join this batch with the "
-                "one before, or repeat its last sample and leave that output out"
+                f"engine.evaluate: a batch of {batch_size} samples cannot be cut over {least} "
+                f"devices, each needs one. Try: at least {least} samples at a time: join this "
+                "batch with the one before, or repeat its last sample and leave that output out"
             )

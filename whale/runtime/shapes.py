@@ -345,9 +345,8 @@ def _warn_of_memory(plan: Plan, batch_size: int) -> None:
         rank, number = full[0]
         logger.warning(
             "a mini-batch of %d samples may not fit: %d of %d devices get more than their memory "
-            "was planned for (rank %d: %d samples of a "
-            "micro-batch, memory for %d); planned were %d. Give wh.parallelize a sample batch of "
-            "the largest size, or more micro-batches",
+            "was planned for (rank %d: %d samples of a micro-batch, memory for %d); planned were "
+            "%d. Give wh.parallelize a sample batch of the largest size, or more micro-batches",
             *(
                 batch_size,
                 len(full),

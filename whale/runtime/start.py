@@ -120,8 +120,8 @@ def _take_first_ranks_values(model: torch.nn.Module, ranks: Ranks) -> None:
         some = next(iter(different))
         warnings.warn(
             f"{len(different)} tensors differ between ranks (first: {some}, on ranks "
-            f"{different[some]}): rank 0's values are used. "
-            f"Seed all ranks alike before building the model, or pass a function that builds it",
+            f"{different[some]}): rank 0's values are used. Seed all ranks alike before building "
+            "the model, or pass a function that builds it",
             stacklevel=3,
         )
     done: set[int] = set()

@@ -55,15 +55,13 @@ def _check_factories(optimizer: object, scheduler: object) -> None:
     if isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             f"optimizer= is a {type(optimizer).__name__} that is already made: give a function "
-            "that makes it for this rank's parameters, "
-            f"such as optimizer=lambda params: torch.optim.{type(optimizer).__name__}(params, "
-            "lr=...)"
+            "that makes it for this rank's parameters, such as optimizer=lambda params: "
+            f"torch.optim.{type(optimizer).__name__}(params, lr=...)"
         )
     if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise ValueError(
             f"scheduler= is a {type(scheduler).__name__} that is already made: give a function "
-            "that makes it for this rank's optimizer, "
-            "such as scheduler=lambda optimizer: "
+            "that makes it for this rank's optimizer, such as scheduler=lambda optimizer: "
             f"torch.optim.lr_scheduler.{type(scheduler).__name__}(optimizer, ...)"
         )
 
@@ -421,8 +419,7 @@ class Updater:
             return
         advice = (
             "The loss divides by the number of samples or labels that count, and none counts in "
-            "this mini-batch (all labels ignored, or a "
-            "mask of zeros): leave such batches out"
+            "this mini-batch (all labels ignored, or a mask of zeros): leave such batches out"
             if is_empty
             else 'Lower the learning rate, set "clip_grad_norm"'
         )

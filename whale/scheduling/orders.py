@@ -283,6 +283,5 @@ def _in_turn(first: Lane, second: Lane) -> Iterator[Action]:
 def _wrong_placement(name: str, graph: StageGraph, needed: str) -> str:
     return (
         f"schedule {name!r} needs {needed}, but the {graph.num_stages} stages lie on devices "
-        f"{list(graph.device_of_stage)}; "
-        "place them so, or take 'auto', which orders any placement"
+        f"{list(graph.device_of_stage)}; place them so, or take 'auto', which orders any placement"
     )
