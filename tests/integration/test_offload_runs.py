@@ -19,13 +19,13 @@ from tests.exactness import mean_square
 from tests.ranks import RankError, run_ranks
 from whale.runtime.engine import Engine
 
-WIDTH = 128
+WIDTH = 256
 NUM_LAYERS = 8
 NUM_SAMPLES = 12
 LAYER_BYTES = 8 * (WIDTH * WIDTH + WIDTH)
 MODEL_BYTES = NUM_LAYERS * LAYER_BYTES
-SMALL_BYTES = 250_000
-"""objects of Python while a checkpoint is loaded, most of them its index"""
+SMALL_BYTES = 1_000_000
+"""objects of Python while a checkpoint is loaded: its index, and modules imported meanwhile"""
 
 
 def build() -> nn.Module:
