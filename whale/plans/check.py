@@ -504,7 +504,8 @@ def _figures(plan: Plan, figures: Figures) -> Iterator[str]:
     for own in figures.network.host_links:
         links += [own.intra_host, own.inter_host]
     links += [pair.link for pair in figures.network.pair_links]
-    if any(link is not None and not link.bytes_per_s > 0 for link in links):
+    rates = [(link.bytes_per_s, link.card_bytes_per_s) for link in links if link is not None]
+    if any(not rate > 0 or (card is not None and not card > 0) for rate, card in rates):
         yield "a link of its network carries 0 bytes per second"
     for state in figures.states:
         if not state.stages or not _in_range(state.stages, len(plan.stages)):
