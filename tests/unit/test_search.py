@@ -10,13 +10,16 @@ import whale as wh
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
 from whale.plans.plan import Plan
 from whale.search import choose
+from whale.search.drafting import actions_seconds
 from whale.search.search import Search, new_search
 from whale.search.shapes import compositions, device_classes, shapes
 
 WIDTH = 64
 LAYERS = 8
 BATCH = 32
-MIXED = (("fast", 2), ("slow", 1)), (("old", 4),)
+Hosts = tuple[tuple[tuple[str, int], ...], ...]
+"""of every host: (kind, devices)"""
+MIXED: Hosts = (("fast", 2), ("slow", 1)), (("old", 4),)
 """seven devices of three kinds on two hosts"""
 KINDS = {
     "fast": DeviceKind("fast", 20e9, 10**9, 50e9),
@@ -49,10 +52,10 @@ class Normed(nn.Module):
         return result
 
 
-def mixed(memory_bytes: int = 10**9, between: float = 1e7) -> Cluster:
+def mixed(memory_bytes: int = 10**9, between: float = 1e7, hosts: Hosts = MIXED) -> Cluster:
     """Seven devices; a slow network, so that data parallelism is not the best plan."""
     devices = []
-    for host, parts in enumerate(MIXED):
+    for host, parts in enumerate(hosts):
         names = [name for name, number in parts for _ in range(number)]
         for place, name in enumerate(names):
             kind = KINDS[name]
@@ -82,6 +85,45 @@ def test_the_search_beats_data_parallelism_and_every_even_pipeline() -> None:
         for schedule in ("1f1b", "auto")
     ]
     assert found <= min(wh.simulate(plan).step_s for plan in others) * (1 + 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 4])
+def test_no_equal_number_of_stages_is_faster(stages: int) -> None:
+    """Whatever number of micro-batches a user takes by hand, by what the search makes small."""
+    cluster = mixed(hosts=((("fast", 2),), (("old", 2),)))
+
+    def score_s(plan: Plan) -> float:
+        return wh.simulate(plan).step_s + actions_seconds(plan)
+
+    found_s = score_s(plan_of(cluster=cluster))
+    for number in (2, 4, 16):
+        by_hand = {"num_task_graph": stages, "num_micro_batch": number, "schedule": "auto"}
+        assert found_s <= score_s(plan_of(cluster=cluster, **by_hand)) * (1 + 1e-9)
+
+
+def test_the_same_devices_under_another_name_are_drafted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One stage on all devices, as one replica or as several: which device is in which replica
+    makes no difference to it.
+    """
+    done: list[Search] = []
+
+    def kept(*args: object, **options: object) -> Search:
+        done.append(new_search(*args, **options))  # type: ignore[arg-type]
+        return done[-1]
+
+    monkeypatch.setattr(choose, "new_search", kept)
+    plan_of(cluster=mixed(hosts=((("old", 4),),)))
+    whole = []
+    for each in done[0].drafted:
+        candidate = each.candidate
+        first = candidate.replicas[0]
+        is_plain = candidate.are_alike and len(candidate.ranks) == 4 and not candidate.memory.zero
+        if is_plain and first.num_stages == 1 and first.groups[0].grid is None:
+            whole.append(first.num_micro_batch)
+    assert whole and len(whole) == len(set(whole))
 
 
 def test_the_search_gives_the_same_plan_in_every_run() -> None:

@@ -34,7 +34,7 @@ from whale.plans.samples import SampleMap, with_samples
 from whale.plans.virtual_devices import VirtualDevice
 from whale.scheduling.memory import ActionMemory, Bytes
 from whale.simulation.communication import AllReduce, Links, ring_s
-from whale.simulation.simulate import run
+from whale.simulation.simulate import run, step_seconds
 
 FREE = Link(1e30, 0.0)
 MODEL_BYTES = 400
@@ -105,6 +105,17 @@ def plan_of(
             figures=figures,
         )
     )
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "auto"])
+@pytest.mark.parametrize("link", [FREE, Link(1e3, 0.1)])
+def test_the_seconds_alone_are_those_of_the_whole_simulation(name: str, link: Link) -> None:
+    times = [(1.0, 1.0, 0.5), (2.0, 1.5, 1.0), (1.5, 2.0, 1.0)]
+    hosts = ("a", "a", "b", "b", "b", "a")
+    plan = plan_of(name, 3, 4, times, num_replicas=2, hosts=hosts, link=link, update_s=0.25)
+    whole = wh.simulate(plan)
+    alone = step_seconds(plan)
+    assert (alone.gradients_s, alone.step_s) == (whole.gradients_s, whole.step_s)
 
 
 @given(

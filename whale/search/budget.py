@@ -52,7 +52,7 @@ class Budget:
         """
         estimates = max(60, 400 * 8 // max(8, num_devices))
         if num_operations < TINY:
-            return Budget(estimates=estimates, drafts=30, unlike=10, smaller=6, nudges=60)
+            return Budget(estimates=estimates, drafts=30, equal=6, unlike=10, smaller=6, nudges=60)
         if num_operations < SMALL:
             return Budget(
                 estimates=min(estimates, 120),
@@ -84,16 +84,15 @@ class Budget:
             )
         if num_devices > MANY_DEVICES:
             return Budget(
-                estimates=estimates,
-                drafts=3,
+                estimates=max(estimates, 150),
                 sure=1,
-                slower=1.0,
+                slower=1.03,
                 waves=0,
                 unlike=1,
                 smaller=1,
                 split=1,
                 zero=1,
                 neighbours=4,
-                polished=0,
+                polished=1,
             )
         return Budget(estimates=estimates, drafts=12, waves=8, equal=6)

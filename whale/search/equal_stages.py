@@ -45,8 +45,8 @@ def draft_equal(search: Search) -> None:
     found.sort(key=lambda each: each.step_s)
     for number, estimate in enumerate(found[: search.budget.equal], start=1):
         best = search.best
-        if best is not None and search.estimator.bound(estimate.point) >= best.score_s:
-            continue
+        if best is not None and estimate.step_s > search.budget.slower * best.score_s:
+            break
         search.report("equal stages", number, search.budget.equal)
         candidate = search.candidate_of(estimate)
         if estimate.point.num_chunks > 1:  # waves are cut by what their order holds in memory

@@ -275,7 +275,7 @@ class Search:
             best = self.best
             if best is not None:
                 is_slower = estimate.step_s > self.budget.slower * best.score_s
-                is_late = number > most or (is_slower and number > self.budget.sure)
+                is_late = number > most or (is_slower and len(self.drafted) >= self.budget.sure)
                 if is_late or self._is_hopeless(estimate, best):
                     break
             elif number > MOST_REFUSED * most:
