@@ -36,7 +36,6 @@ __all__ = [
     "causal_mask_detection",
     "endless",
     "enter_autocast",
-    "exact_pinned_memory",
     "exit_autocast",
     "export_patches",
     "fake_mode",
@@ -299,29 +298,6 @@ def foreach_mul_in_float32_(tensors: list[torch.Tensor], factor: torch.Tensor) -
         # 1 where a gradient is not finite; who needs it has looked at the norms before
         found_inf = torch.zeros_like(factor)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
-
-
-_ROUNDS_UP_TO = "pinned_max_round_threshold_mb"
-_NO_LIMIT_MB = 1 << 40
-
-
-@contextlib.contextmanager
-def exact_pinned_memory() -> Iterator[None]:
-    """Pinned memory that is asked for inside has the size that was asked for.
-
-    Otherwise torch rounds it up to a power of two, which helps buffers that come and go and doubles
-    what stays. A public thing would be an argument of `torch.empty`, or a function that sets what
-    the variable PYTORCH_ALLOC_CONF sets.
-    """
-    before = torch._C._accelerator_getAllocatorSettings()
-    others = [part for part in before.split(",") if part and not part.startswith(_ROUNDS_UP_TO)]
-    torch._C._accelerator_setAllocatorSettings(",".join([*others, f"{_ROUNDS_UP_TO}:0"]))
-    try:
-        yield
-    finally:
-        has_limit = _ROUNDS_UP_TO in before
-        after = before if has_limit else ",".join([*others, f"{_ROUNDS_UP_TO}:{_NO_LIMIT_MB}"])
-        torch._C._accelerator_setAllocatorSettings(after)
 
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep

@@ -13,7 +13,7 @@ import torch
 
 from tests.device import streams
 from tests.device.collectives import BACKEND
-from tests.device.local_device import TestGpu, use_test_device
+from tests.device.local_device import use_test_device
 from tests.device.memory import NAME
 from tests.ranks import ModelServer, preload
 from whale.distributed.intervals import Intervals
@@ -84,48 +84,3 @@ def test_compute_does_not_wait_for_the_copy_of_a_block_that_is_gathered(
     for computes, found in server.run(_gather_behind_a_slow_copy, 2, backend=BACKEND):
         assert computes
         assert found == expected
-
-
-def _settings_of_pinned_memory(_: None, before: str) -> tuple[list[str], str]:
-    """What torch's allocator of pinned memory is told while a home takes memory, and afterwards."""
-    torch._C._accelerator_setAllocatorSettings(before)
-    seen = []
-    device = TestGpu()
-    plain = TestGpu.empty_on_host
-
-    def note(self: TestGpu, *args: Any) -> torch.Tensor:
-        seen.append(torch._C._accelerator_getAllocatorSettings())
-        return plain(self, *args)
-
-    TestGpu.empty_on_host = note  # type: ignore[method-assign, assignment]
-    place = HostHome(device).place(0, 3000)
-    assert place.numel() == 3000 and place.is_pinned()
-    return seen, torch._C._accelerator_getAllocatorSettings()
-
-
-NO_LIMIT = f"pinned_max_round_threshold_mb:{1 << 40}"
-
-
-@pytest.mark.parametrize(
-    ("before", "inside", "after"),
-    [
-        ("", "pinned_max_round_threshold_mb:0", NO_LIMIT),
-        (
-            "max_split_size_mb:100",
-            "max_split_size_mb:100,pinned_max_round_threshold_mb:0",
-            f"max_split_size_mb:100,{NO_LIMIT}",
-        ),
-        (
-            "pinned_max_round_threshold_mb:8",
-            "pinned_max_round_threshold_mb:0",
-            "pinned_max_round_threshold_mb:8",
-        ),
-    ],
-)
-def test_memory_of_homes_is_not_rounded_up(
-    server: ModelServer, before: str, inside: str, after: str
-) -> None:
-    """Otherwise a host holds up to twice what the plan says: torch makes powers of two."""
-    seen, left = server.run_local(_settings_of_pinned_memory, before)
-    assert seen == [inside]
-    assert left == after

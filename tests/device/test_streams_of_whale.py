@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import whale as wh
 from tests.device import streams
 from tests.device.collectives import BACKEND, communicators
+from tests.device.memory import NAME
 from tests.device.settings import settings
 from tests.device.streams import counters
 from tests.device.training import DeviceTrace, prepare_on_device, train_on_device
@@ -32,6 +34,8 @@ from tests.integration.training import (
 from tests.ranks import ModelServer, preload
 from tests.zoo import CASES
 from whale.distributed.watch import Watch
+from whale.lowering.sharded_norms import layer_norm, rms_norm
+from whale.lowering.subgroups import Subgroup
 from whale.runtime.batches import CHECKED_STEPS
 from whale.runtime.executor import DevicePosition
 from whale.runtime.result import Timing
@@ -234,6 +238,28 @@ def test_rows_12_and_13_host_waits_of_a_step(server: ModelServer, name: str) -> 
         assert sum(rank.host_waits.values()) <= most, rank.host_waits
         assert sum(rank.without_looks.values()) <= most, rank.without_looks
         assert rank.num_pageable == 0
+
+
+def count_waits_of_norms(_: Subject) -> list[dict[str, int]]:
+    """Host waits of a layer norm and of an RMS norm whose normalised dim two ranks share."""
+    around = Subgroup(2, dist.get_rank(), None)
+    x = torch.randn(3, 4, device=NAME, requires_grad=True)
+    found = []
+    for norm in (
+        lambda: layer_norm(x, 1, None, None, 1e-5, around),
+        lambda: rms_norm(x, 1, None, 1e-5, around),
+    ):
+        norm()  # loads kernels, connects the group
+        counters.clear()
+        norm().sum().backward()
+        found.append(dict(counters.host_waits))
+    return found
+
+
+def test_norms_that_a_grid_cuts_do_not_wait(server: ModelServer) -> None:
+    """Before: one wait for each norm and micro-batch, for the number of its entries."""
+    for rank in server.run(count_waits_of_norms, 2, backend=BACKEND):
+        assert rank == [{}, {}]
 
 
 # ---- row 5: receives wait on hardware queues that compute needs

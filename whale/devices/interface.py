@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from whale.compat import exact_pinned_memory
 from whale.devices.backends import GLOO, Backend
 from whale.devices.copies import DeviceCopy, HostCopy, rows_of
 
@@ -114,8 +113,7 @@ class LocalDevice:
         """Seconds from one moment to another; both are over."""
         return float(end - start)
 
-    @staticmethod
-    def is_over(moment: Moment) -> bool:
+    def is_over(self, moment: Moment) -> bool:
         """Whether the device has come there."""
         return True
 
@@ -146,10 +144,6 @@ class LocalDevice:
         the copy need not wait.
         """
         return torch.empty(tuple(shape), dtype=dtype)
-
-    def home_on_host(self, num_bytes: int) -> Tensor:
-        """Host memory of exactly so many bytes, [num_bytes] uint8, for what lives there."""
-        return self.empty_on_host((num_bytes,), torch.uint8)
 
     def start_copy(
         self, tensor: Tensor, intervals: Sequence[tuple[int, int]] | None = None
@@ -326,12 +320,13 @@ class Accelerator(LocalDevice):
     def elapsed_s(self, start: Moment, end: Moment) -> float:
         return float(start.elapsed_time(end)) / MILLISECONDS
 
-    @staticmethod
-    def is_over(moment: Moment) -> bool:
+    def is_over(self, moment: Moment) -> bool:
+        # threads begin with device 0 as their current one, and a query would make a context there
+        self.select()
         return bool(moment.query())
 
     def wait_for(self, moment: Moment) -> None:
-        if not moment.query():
+        if not self.is_over(moment):
             moment.synchronize()
 
     # ---- memory
@@ -347,10 +342,6 @@ class Accelerator(LocalDevice):
 
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
-
-    def home_on_host(self, num_bytes: int) -> Tensor:
-        with exact_pinned_memory():
-            return super().home_on_host(num_bytes)
 
     # ---- streams
 

@@ -123,7 +123,8 @@ def find_route(experts: Tensor, around: Experts) -> Route:
     waits for these numbers: it launches an exchange of so many rows.
     """
     device = device_of(experts.device)
-    counts = torch.bincount(experts, minlength=around.num_experts)
+    # not `bincount`, which on GPUs waits for the smallest and the largest number
+    counts = experts.new_zeros(around.num_experts).index_add_(0, experts, torch.ones_like(experts))
     everyone = all_gather(counts, around.subgroup).cpu()  # [devices, experts]
     own = everyone[around.subgroup.index]
     first, stop = around.here

@@ -70,7 +70,7 @@ def batch_norm(
     return result
 
 
-def _statistics(x: Tensor, dims: list[int], subgroup: Subgroup) -> tuple[Tensor, Tensor, float]:
+def _statistics(x: Tensor, dims: list[int], subgroup: Subgroup) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance of every row and n: line (1). x: at least float32."""
     shape = [*x.shape[: x.ndim - len(dims)], *[1] * len(dims)]
     count = _entries(x, dims)
@@ -89,7 +89,7 @@ def _statistics(x: Tensor, dims: list[int], subgroup: Subgroup) -> tuple[Tensor,
     total = counts.sum()
     mean = (means * counts).sum(0) / total
     variance = (squares + counts * (means - mean).square()).sum(0) / total
-    return mean.view(shape), variance.view(shape), float(total)
+    return mean.view(shape), variance.view(shape), total
 
 
 def _entries(x: Tensor, dims: list[int]) -> int:
@@ -173,7 +173,7 @@ class _RMSNorm(torch.autograd.Function):
             torch.cat([squares.reshape(-1), squares.new_full((1,), float(_entries(x, dims)))]),
             subgroup,
         )
-        total = float(sums[-1])
+        total = sums[-1]  # stays on the device: the host does not wait for it
         scale = torch.rsqrt(sums[:-1].view(squares.shape) / total + eps)
         ctx.save_for_backward(x, weight, scale)
         ctx.subgroup = subgroup

@@ -305,11 +305,18 @@ class DevicePosition:
         return replace(found, where=f"{found.where} (launched so far: {launched})")
 
     def _pending(self) -> PendingAction | None:
-        if self._before is not None:
-            found = self._before._pending()
+        steps: list[DevicePosition] = [self]
+        while (before := steps[-1]._before) is not None:
+            steps.append(before)
+        # the oldest first: the device is at the first of them that is not over
+        for step in reversed(steps):
+            step._before = None
+            found = step._pending_here()
             if found is not None:
                 return found
-            self._before = None
+        return None
+
+    def _pending_here(self) -> PendingAction | None:
         own = [moment for moment in list(self._moments) if moment[0].kind is not Kind.UPDATE]
         more = ""
         try:

@@ -126,7 +126,7 @@ class HostHome:
         return self._begin(block, copies, "outgoing")
 
     def _new(self, block: int, num_bytes: int) -> Tensor:
-        return self._device.home_on_host(num_bytes)
+        return self._device.empty_on_host((num_bytes,), torch.uint8)
 
     def _begin(self, block: int, copies: Copies, direction: str) -> Copy:
         self.num_bytes_moved += sum(source.numel() for source, _ in copies)
