@@ -170,7 +170,10 @@ class ModelPlanner:
                     '"strategy": "data" without "zero", or an optimizer that treats every '
                     "parameter by itself"
                 )
-        cut = [name for name in names if name not in whole]
+        in_parts = set(plan.summed_norms)
+        if not all(takes_norms_of_the_whole(self.optimizer, name) for name in in_parts):
+            in_parts = set()
+        cut = [name for name in names if name not in whole and name not in in_parts]
         if is_given and cut and keeps_whole(self.optimizer, cut):
             raise ValueError(
                 f"this plan cuts {cut[0]} and was made for an optimizer that treats every number "

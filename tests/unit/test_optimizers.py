@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import whale as wh
 from tests.integration.layers import build, make_batch
+from whale import api
+from whale.capture.batch import read_batch
 from whale.cluster.cluster import Cluster
 from whale.costs.optimizers import note_on_parts, works_by_element
+from whale.model_planner import ModelPlanner
 
 OPTIM = torch.optim
 
@@ -92,3 +97,32 @@ def test_data_parallel_is_chosen_where_every_rank_must_see_all_parameters() -> N
     plan = plan_with(Together, cluster)
     assert len(plan.stages) == 1
     assert "looks at all parameters at once" in plan.decisions[0].why
+
+
+# ---- stacks of matrices that are updated in parts, by norms of the whole
+
+
+class Stack(torch.nn.Module):
+    """Four experts, each on its own part of the features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        done = torch.einsum("bed,edf->ebf", x.unflatten(1, (4, 8)), self.up)
+        return done.square().mean((0, 2)).mean()
+
+
+def test_a_given_plan_with_parts_of_a_stack_is_for_adafactor_and_those_that_need_no_norms() -> None:
+    model = wh.annotate(Stack(), {"*": wh.split(2, grid=(1, 2, 1))})
+    layout, tensors = read_batch({"x": torch.randn(4, 32)})
+    prepared = api._prepare(model, layout, tensors, None, wh.Config(), "cpu")
+    planner = ModelPlanner(model, Cluster.uniform(2), wh.Config(), 4, optimizer=OPTIM.Adafactor)
+    plan = planner.plan(prepared, {})
+    assert plan.summed_norms == ("up",)
+    assert not plan.owners and not any("other values" in note for note in plan.notes)
+    for make in (OPTIM.Adafactor, OPTIM.AdamW):
+        replace(planner, optimizer=make).check_optimizer(plan, prepared, is_given=True)
+    with pytest.raises(ValueError, match="this plan cuts up"):
+        replace(planner, optimizer=NormScaled).check_optimizer(plan, prepared, is_given=True)

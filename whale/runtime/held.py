@@ -166,8 +166,8 @@ def summed_norms(job: Job, optimizer: torch.optim.Optimizer | None) -> SummedNor
     where it needs none.
     """
     names = job.plan.summed_norms
-    if not names or optimizer is None:
-        return None
+    if not names or not isinstance(optimizer, torch.optim.Adafactor):
+        return None  # the plan was made for another optimizer, and this one needs no norms
     own = {id(each) for group in optimizer.param_groups for each in group["params"]}
     updated = {name: each for name, each in trainable(job) if id(each) in own}
     states = job.prepared.captured.state
