@@ -26,7 +26,7 @@ from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.kinds import ValueKind
 from whale.capture.ops import could_carry_gradient
 from whale.costs.costs import value_bytes
-from whale.operations.nodes import op_name
+from whale.operations.nodes import named_args, op_name, trains_batch_norm
 from whale.operations.table import CASTS_IN_PLACE, FREE
 from whale.plans.plan import Plan
 
@@ -255,9 +255,20 @@ def slice_stages(
     return tuple(slices[stage] for stage in range(num_stages))
 
 
+def changes_statistics(node: Node) -> bool:
+    """Whether a batch norm changes its running statistics, which it does also where nobody reads
+    what it gives.
+    """
+    return trains_batch_norm(node) and isinstance(named_args(node).get("running_mean"), Node)
+
+
 def live_operations(captured: CapturedGraph) -> list[Node]:
-    """Operations that the results or the buffer updates need, in graph order."""
-    results = [*captured.output.all_input_nodes, *captured.buffer_updates.values()]
+    """Operations that the results, the buffer updates or running statistics need, in graph order."""
+    results = [
+        *captured.output.all_input_nodes,
+        *captured.buffer_updates.values(),
+        *(node for node in captured.compute_nodes() if changes_statistics(node)),
+    ]
     return list(slice_stage(results, RECOMPUTED, {}).operations)
 
 
@@ -348,7 +359,8 @@ def _finish(
 ) -> Assignment:
     for value in captured.buffer_updates.values():
         results.setdefault(value, stage_of.get(value, 0))
-    slices = slice_stages(num_stages, results, stage_of)
+    statistics = {node: stage_of[node] for node in stage_of if changes_statistics(node)}
+    slices = slice_stages(num_stages, {**statistics, **results}, stage_of)
     crossings = tuple(
         (node, stage_of[node], stage) for stage, part in enumerate(slices) for node in part.received
     )
