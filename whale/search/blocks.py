@@ -26,7 +26,7 @@ class Blocks:
     """The estimates of one search for blocks of devices."""
 
     search: Search
-    _best: dict[tuple[tuple[str, ...], int], Estimate | None] = field(
+    _best: dict[tuple[tuple[str, ...], int], list[Estimate]] = field(
         default_factory=dict, repr=False
     )
 
@@ -44,13 +44,13 @@ class Blocks:
             least_s = self.search.estimator.bound(Point(Shape(((everyone,),)), 1))
             if best is not None and least_s > best.score_s:
                 continue  # too few devices, whatever they do
-            estimated = self._of_blocks(blocks)
-            if estimated is not None and not estimated[1].are_alike:
-                found.append(estimated)
+            for estimated in self._of_blocks(blocks):
+                if not estimated[1].are_alike:
+                    found.append(estimated)
         return sorted(found, key=lambda each: each[0])
 
-    def _of_blocks(self, blocks: Sequence[tuple[int, ...]]) -> tuple[float, Candidate] | None:
-        """(estimated seconds, candidate) with the best shape of every block for its samples: first
+    def _of_blocks(self, blocks: Sequence[tuple[int, ...]]) -> list[tuple[float, Candidate]]:
+        """(estimated seconds, candidate) with the best shapes of every block for its samples: first
         by the speed of its devices, then by that of its best shape.
         """
         speeds = []
@@ -59,20 +59,33 @@ class Blocks:
                 sum(1.0 / self.search.estimator.sample_seconds(rank, 1) for rank in ranks)
             )
         chosen: list[Estimate] = []
+        others: list[list[Estimate]] = []
         for _ in range(SHARINGS):
             shares = self._shares(speeds)
-            estimates = [
-                self._best_of_block(ranks, share) if share else None
+            shapes = [
+                self._best_of_block(ranks, share) if share else []
                 for ranks, share in zip(blocks, shares, strict=True)
             ]
-            found = [each for each in estimates if each is not None]
-            if len(found) < len(blocks):
+            if not all(shapes):
                 break
+            found = [each[0] for each in shapes]
             if not chosen or _slowest(found) < _slowest(chosen):
                 chosen = found
+                others = [each[1:] for each in shapes]
             speeds = [share / each.step_s for share, each in zip(shares, found, strict=True)]
         if not chosen:
-            return None
+            return []
+        made = [self._candidate(blocks, chosen)]
+        for place, shapes_of_block in enumerate(others):
+            for other in shapes_of_block:
+                changed = [*chosen[:place], other, *chosen[place + 1 :]]
+                made.append(self._candidate(blocks, changed))
+        return made
+
+    def _candidate(
+        self, blocks: Sequence[tuple[int, ...]], chosen: Sequence[Estimate]
+    ) -> tuple[float, Candidate]:
+        """(estimated seconds, candidate) with these shapes of the blocks."""
         replicas: list[ReplicaChoice] = []
         for ranks, best in zip(blocks, chosen, strict=True):
             replicas.extend(self._on_ranks(best, ranks))
@@ -88,7 +101,8 @@ class Blocks:
         series = [[samples / speed for samples in range(batch_size + 1)] for speed in speeds]
         return shares_of_series(batch_size, series)
 
-    def _best_of_block(self, ranks: tuple[int, ...], share: int) -> Estimate | None:
+    def _best_of_block(self, ranks: tuple[int, ...], share: int) -> list[Estimate]:
+        """The best shapes of a block for so many samples, the best first."""
         key = (tuple(sorted(self.search.labels[rank] for rank in ranks)), share)
         if key not in self._best:
             memory = self.search.measures[0]
@@ -97,14 +111,23 @@ class Blocks:
             found = self.search.estimated(
                 points, estimator, max(4, self.search.budget.estimates // 24)
             )
-            best = None
-            if found:
-                best = best_cuts(estimator, found[0], self.search.budget.cut_moves)
-                self.search.moved[best, memory.zero] = (
-                    best  # by the samples of the block, not by all
-                )
-            self._best[key] = best
+            shapes: dict[object, Estimate] = {}
+            for each in found:
+                stages = self._devices_of_stages(each.point.shape)
+                if len(shapes) < self.search.budget.block_shapes and stages not in shapes:
+                    best = best_cuts(estimator, each, self.search.budget.cut_moves)
+                    shapes[stages] = best
+                    # by the samples of the block, not by all
+                    self.search.moved[best, memory.zero] = best
+            self._best[key] = list(shapes.values())
         return self._best[key]
+
+    def _devices_of_stages(self, shape: Shape) -> object:
+        """Kinds and hosts of every stage, whichever replica they are in."""
+        found = []
+        for groups in zip(*shape.replicas, strict=True):
+            found.append(tuple(sorted(self.search.labels[rank] for own in groups for rank in own)))
+        return tuple(found)
 
     def _on_ranks(self, estimate: Estimate, ranks: tuple[int, ...]) -> list[ReplicaChoice]:
         """The replicas of a block's estimate, which may have been made for other devices of the

@@ -30,6 +30,10 @@ class Budget:
     """plans of an equal `num_task_graph` that are drafted"""
     unlike: int = 2
     """candidates of replicas that are not alike that are drafted"""
+    unlike_slower: float = 1.02
+    """those whose estimate is at most so many times the best step"""
+    block_shapes: int = 1
+    """shapes that are tried of every block of devices with replicas of its own"""
     smaller: int = 2
     """candidates on fewer devices that are drafted"""
     split: int = 2
@@ -41,7 +45,9 @@ class Budget:
     neighbours: int = 24
     """points near to the best that are estimated"""
     nudges: int = 0
-    """candidates that differ from the best in one cut or one number that are drafted"""
+    """candidates that differ from one of the best in one cut or one number that are drafted"""
+    nudged: int = 4
+    """so many of the best are those"""
     polished: int = 2
     """candidates that are drafted with several chunks, and with a full search for their order"""
 
@@ -52,7 +58,16 @@ class Budget:
         """
         estimates = max(60, 400 * 8 // max(8, num_devices))
         if num_operations < TINY:
-            return Budget(estimates=estimates, drafts=30, equal=6, unlike=10, smaller=6, nudges=60)
+            return Budget(
+                estimates=estimates,
+                drafts=30,
+                equal=6,
+                unlike=24,
+                unlike_slower=1.45,
+                block_shapes=4,
+                smaller=6,
+                nudges=90,
+            )
         if num_operations < SMALL:
             return Budget(
                 estimates=min(estimates, 120),

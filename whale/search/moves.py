@@ -80,7 +80,7 @@ def _other_shapes(shape: Shape) -> Iterator[Shape]:
 
 def nudged(candidate: Candidate, settings: OpenSettings, outline: Outline) -> Iterator[Candidate]:
     """Candidates that differ in one cut or in the number of micro-batches: of all replicas where
-    they are alike, else of one of them.
+    they are alike, else of one of them, and there also in the order of two stages.
     """
     if candidate.are_alike:
         for changed in _other_replicas(candidate.replicas[0], settings, outline):
@@ -88,7 +88,7 @@ def nudged(candidate: Candidate, settings: OpenSettings, outline: Outline) -> It
             yield candidate.with_all(**fields)
         return
     for place, replica in enumerate(candidate.replicas):
-        for changed in _other_replicas(replica, settings, outline):
+        for changed in (*_other_replicas(replica, settings, outline), *_swapped(replica)):
             replicas = (*candidate.replicas[:place], changed, *candidate.replicas[place + 1 :])
             yield replace(candidate, replicas=replicas)
 
@@ -113,3 +113,11 @@ def _other_replicas(
             moved[stage] += distance
             if moved[stage - 1] < moved[stage] < moved[stage + 1]:
                 yield replace(replica, starts=outline.starts(moved[:-1]))
+
+
+def _swapped(replica: ReplicaChoice) -> Iterator[ReplicaChoice]:
+    """Two neighbouring groups of devices change places."""
+    for left in range(len(replica.groups) - 1):
+        groups = [*replica.groups]
+        groups[left], groups[left + 1] = groups[left + 1], groups[left]
+        yield replace(replica, groups=tuple(groups))

@@ -357,8 +357,8 @@ class Search:
         """Devices in blocks, each block with a model replica, or alike ones, of its own shape."""
         for number, (estimate_s, candidate) in enumerate(self.blocks.unlike(), start=1):
             best = self.best
-            is_slower = best is not None and estimate_s > NEARLY * best.score_s
-            if number > self.budget.unlike or is_slower:
+            limit_s = math.inf if best is None else self.budget.unlike_slower * best.score_s
+            if number > self.budget.unlike or estimate_s > limit_s:
                 break
             self.report("unlike replicas", number, self.budget.unlike)
             self.draft(candidate)
@@ -424,20 +424,26 @@ class Search:
         return self.best is not best
 
     def _nudge(self) -> None:
-        """Drafts what differs from the best in one cut or one number, until none of them is
-        faster.
+        """Drafts what differs from one of the best in one cut or one number, until none of them
+        is faster.
         """
         left = self.budget.nudges
-        best = None
-        while left and self.best is not best:
-            best = self.best
-            assert best is not None
-            for candidate in nudged(best.candidate, self.settings, self.outline):
-                if not left or self.best is not best:
-                    break
-                left -= 1
-                self.report("nudges", self.budget.nudges - left, self.budget.nudges)
-                self.draft(candidate)
+        different = {each.score_s: each for each in reversed(self.drafted)}
+        for score_s in sorted(different)[: self.budget.nudged if left else 0]:
+            here = different[score_s]
+            is_better = True
+            while left and is_better:
+                is_better = False
+                for candidate in nudged(here.candidate, self.settings, self.outline):
+                    if not left:
+                        break
+                    left -= 1
+                    self.report("nudges", self.budget.nudges - left, self.budget.nudges)
+                    made = self.draft(candidate)
+                    if made is not None and made.score_s < here.score_s:
+                        here = made
+                        is_better = True
+                        break
 
     def report(self, what: str, done: int, of: int) -> None:
         self.progress(Progress(what, done, of, self.best))
