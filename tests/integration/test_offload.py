@@ -46,10 +46,16 @@ TOGETHER: tuple[Row, ...] = (
 """several classes at once, or another place of the update than the planner's"""
 
 
+def _is_possible(row: Row) -> bool:
+    """Gradients of a `split` stage are only elsewhere with its weights."""
+    _, way, _, placement, _ = row
+    return way != "beside split" or placement.gradients == "device"
+
+
 def _slow_rows() -> list[Row]:
     """Rows until every two of model, way, level, placement and optimizer have met."""
-    every = list(product(MODELS, WAY, LEVELS, PLACEMENTS, OPTIMIZERS))
-    found = [*TOGETHER, *covering_rows(every, (*QUICK, *TOGETHER))]
+    every = filter(_is_possible, product(MODELS, WAY, LEVELS, PLACEMENTS, OPTIMIZERS))
+    found = [*TOGETHER, *covering_rows(list(every), (*QUICK, *TOGETHER))]
     return sorted(found, key=lambda row: MODELS.index(row[0]))
 
 

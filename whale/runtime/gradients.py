@@ -36,8 +36,6 @@ from whale.plans.buckets import bucket_size
 from whale.runtime.block_gradients import BlockGradients
 from whale.runtime.held import Held, Unit
 
-HALF = (torch.float16, torch.bfloat16)
-
 
 @dataclass
 class Bucket:
@@ -391,9 +389,13 @@ def scale_gradients(held: Sequence[Held], factor: float | Tensor) -> None:
     for dtype, gradients in by_dtype.items():
         if not isinstance(factor, Tensor):
             foreach_mul_(gradients, factor)
-        elif dtype in HALF:
+        elif dtype is torch.float16:
             # a number on the device takes the dtype of what it is multiplied with: one of 16 bits
             # would be up to 0.4 % off
             foreach_mul_in_float32_(gradients, factor)
+        elif dtype is torch.bfloat16:
+            # the same, by hand: on GPUs that kernel knows no bfloat16 (torch 2.13)
+            for gradient in gradients:
+                gradient.copy_(gradient.float() * factor)
         else:
             foreach_mul_(gradients, factor.to(dtype))

@@ -117,7 +117,7 @@ class Updater:
         self.loss_scale: LossScale | DeviceLossScale | None = None
         if config.needs_all_gradients is not None:
             # these go by parts or through owners, which one fused kernel does not know of
-            in_pieces = any((self.compressed, self.offloaded, self.whole))
+            in_pieces = any((self.compressed, self.offloaded, self.whole, job.plan.summed_norms))
             on_device = all(each.device.type == ranks.device.type for _, each in trainable)
             can = on_device and not in_pieces and can_mask(self.optimizer, config, ranks.device)
             if all(ranks.gather(can and not lowered.has_sparse_gradients)):  # all ranks alike
@@ -137,7 +137,7 @@ class Updater:
         updated at the end.
         """
         is_possible = StageUpdates.possible(self.optimizer, self._config)
-        in_pieces = self.compressed is not None or self.offloaded is not None
+        in_pieces = any((self.compressed, self.offloaded, self.norms))
         if self.optimizer is None or in_pieces or not is_possible:
             self._by_stage = None
             return None
