@@ -170,10 +170,10 @@ IN_PLACE = """{out}[:, 0] = 0.5 | {out}[..., 1:] += 0.3 | {out}.mul_(0.5) | {out
 {out}[:, 0].copy_({out}[:, 1].clone()) | F.relu_({out}) | {out}.transpose(1, 2).add_(0.2) | {out}.masked_fill_({b} > 0.4, 0.0) | {out}.tanh_()
 {out}[:, :1].zero_() | {out} *= {b} | {out}.view({out}.shape[0], -1)[:, ::2].mul_(2.0) | {out}[:, -1] = {b}[:, 0] | {out}.flatten(1).sigmoid_()
 {out}.unsqueeze(1).sub_(0.1) | {out}.index_fill_(1, torch.tensor([0]), 0.3) | {out}[:, [0, 1]] = 0.1 | {out}.copy_({b} * 2) | {out} += {out}[:, :1].clone()
-{out}.chunk(2, 1)[0].mul_(0.5) | {out}.unbind(1)[0].add_(0.2) | {out}.diagonal(dim1=1, dim2=2).add_(0.3) | {out}.index_put_((torch.arange({out}.shape[0]), ids[:, 0] % {out}.shape[1]), torch.tensor(0.3))
-{out}.masked_fill_(mask.flatten(1)[:, :1].reshape(-1, *[1] * ({out}.ndim - 1)), 0.2) | {out}.index_copy_(1, torch.tensor([0]), {b}[:, 1:2]) | torch.add({out}, 1, out={out}) | {out}.addcmul_({b}, {b}, value=0.1)
+{out}.diagonal(dim1=1, dim2=2).add_(0.3) | {out}.index_put_((torch.arange({out}.shape[0]), ids[:, 0] % {out}.shape[1]), torch.tensor(0.3))
+{out}.masked_fill_(mask.flatten(1)[:, :1].reshape(-1, *[1] * ({out}.ndim - 1)), 0.2) | {out}.index_copy_(1, torch.tensor([0]), {b}[:, 1:2]) | {out}.addcmul_({b}, {b}, value=0.1)
 {out}.unsqueeze(1).expand(-1, 2, *[-1] * ({out}.ndim - 1)).clone()[:, 0].mul_(2.0) | {out}[torch.arange({out}.shape[0]), 0] = {b}[:, 0] | {out}[:, 0], {out}[:, 1] = {out}[:, 1].clone(), {out}[:, 0].clone()
-{out}.view({out}.shape[0], -1).t()[0].add_(0.1) | {out}[..., None][:, 0].sub_(0.2) | {out}.select(1, 0).lerp_({b}.select(1, 1), 0.5) | {out}[1:].mul_(1.0) | {out}.transpose_(1, 1).add_({b}.detach())
+{out}.view({out}.shape[0], -1).t()[0].add_(0.1) | {out}[..., None][:, 0].sub_(0.2) | {out}.select(1, 0).lerp_({b}.select(1, 1), 0.5) | {out}.transpose_(1, 1).add_({b}.detach())
 {out}.index_add_(1, torch.tensor([0]), {b}[:, :1]) | {out}.narrow(1, 0, 1).neg_() | {out}.scatter_(1, {b}[:, :1].detach().argmax(-1, keepdim=True) * 0, 0.2)"""
 SCATTERED = """torch.index_put({a}, (torch.arange({a}.shape[0]), {i}.flatten(1)[:, 0] % {a}.shape[1]), torch.tensor(0.4))
 {a}.index_put((torch.arange({a}.shape[0])[:, None], {i}.flatten(1) % {a}.shape[1]), {a}[:, :1] * 0.5, accumulate=True)
