@@ -81,11 +81,16 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def is_function_transform(target: Any) -> bool:
-    """Whether a node is what `torch.func.vmap` leaves in a graph; values after it have no memory of
-    their own. A public list would do.
+def is_function_transform(node: torch.fx.Node) -> bool:
+    """Whether a node is what `torch.func.vmap` leaves in a graph, or gives a value of `torch.func.grad`
+    that has no memory of its own. A public list would do.
     """
-    return getattr(target, "__module__", "") == "torch._functorch.predispatch"
+    if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
+        return True
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(
+        value
+    )
 
 
 def schema(target: Any) -> torch.FunctionSchema:

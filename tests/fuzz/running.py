@@ -11,6 +11,7 @@ import linecache
 import time
 import types
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch import nn
 
 import whale as wh
 from tests.exactness import Trace, compare, local_training
-from tests.fuzz.grammar import FuzzModel, FuzzPlan, make_batch, make_model, make_plan
+from tests.fuzz.grammar import FuzzModel, make_batch, make_model
+from tests.fuzz.plans import FuzzPlan, make_plan
 from tests.ranks import ModelServer, RankError, preload
 from whale import api
 from whale.capture.batch import read_batch
@@ -63,15 +65,33 @@ def prepare(model: FuzzModel) -> Subject:
     return Subject(model, module, api._prepare(module, layout, tensors, None, config, "cpu", True))
 
 
-def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda pairs: torch.optim.SGD(pairs, lr=LEARNING_RATE),
+    "momentum": lambda pairs: torch.optim.SGD(pairs, lr=LEARNING_RATE, momentum=0.9),
+    # a large epsilon: gradients near 0 would make rounding visible
+    "adamw": lambda pairs: torch.optim.AdamW(pairs, lr=LEARNING_RATE, eps=1e-3),
+}
+
+
+def batches(plan: FuzzPlan) -> list[dict[str, torch.Tensor]]:
+    return [make_batch(k, plan.batch_size - (k == plan.smaller_at)) for k in range(NUM_STEPS)]
 
 
 def train_locally(model: FuzzModel, plan: FuzzPlan) -> Trace:
-    module = build(model)
-    data = [make_batch(step, plan.batch_size) for step in range(NUM_STEPS)]
-    number = dict(plan.config)["num_micro_batch"] if model.is_stateful else 1
-    return local_training(module, data, None, make_optimizer, number)
+    config = dict(plan.config)
+    most = config.get("clip_grad_norm")
+
+    def make_optimizer(pairs: Any) -> torch.optim.Optimizer:
+        made = OPTIMIZERS[plan.optimizer](pairs)
+        if most is not None:
+            parameters = [parameter for _, parameter in pairs]
+            made.register_step_pre_hook(
+                lambda *_: torch.nn.utils.clip_grad_norm_(parameters, most) and None
+            )
+        return made
+
+    number = config.get("num_micro_batch", 1) if model.is_stateful else 1
+    return local_training(build(model), batches(plan), None, make_optimizer, number)
 
 
 def train_on_rank(subject: Subject, plan: FuzzPlan) -> Any:
@@ -81,11 +101,11 @@ def train_on_rank(subject: Subject, plan: FuzzPlan) -> Any:
     for glob, (kind, number, *grid) in plan.marks:
         marks[glob] = wh.split(number, *grid) if kind == "split" else wh.replicate(number)
     wh.annotate(subject.module, marks)
-    data = [make_batch(step, plan.batch_size) for step in range(NUM_STEPS)]
+    data = batches(plan)
     engine = wh.parallelize(
         subject.module,
         data[0],
-        optimizer=make_optimizer,
+        optimizer=OPTIMIZERS[plan.optimizer],
         prepared=subject.prepared,
         cluster=cluster_of(plan),
     )

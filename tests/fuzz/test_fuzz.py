@@ -13,7 +13,8 @@ import time
 
 import pytest
 
-from tests.fuzz.grammar import make_model, make_plan
+from tests.fuzz.grammar import make_model
+from tests.fuzz.plans import make_plan
 from tests.fuzz.running import Tally, try_seed
 
 BUDGET_S = float(os.environ.get("WHALE_FUZZ_SECONDS", "600"))

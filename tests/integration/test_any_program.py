@@ -407,6 +407,44 @@ def test_tables_that_forward_keeps_are_not_those_of_the_capture() -> None:
     assert evaluated == pytest.approx(before(data[0]).item(), rel=1e-12)
 
 
+def packed(x: Tensor) -> Tensor:
+    lengths = (x[..., 0] > -9).sum(1)
+    rows = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    output: Tensor = nn.GRU(WIDTH, 2, batch_first=True, dtype=DOUBLE)(rows)[1]
+    return output
+
+
+class GradientInside(Layered):
+    """An energy and its gradient, through which the loss goes back to the weights."""
+
+    def unusual(self, x: Tensor) -> Tensor:
+        place = x.detach().requires_grad_()
+        energy = self.layer(place).square().sum()
+        return x + torch.autograd.grad(energy, place, create_graph=True)[0]
+
+
+def with_function(function: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: WithFunction(function)
+
+
+TRANSFORM = r"`torch\.func` transform"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "packed sequence": (with_function(packed), "the padded batch"),
+    "gradient inside": (GradientInside, r"torch\.autograd\.grad"),
+    "torch.func.grad": (with_function(torch.func.grad(lambda x: x.square().sum())), TRANSFORM),
+    "vmap": (with_function(torch.func.vmap(lambda x: x * x.sum())), TRANSFORM),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_graph_can_hold_is_named(name: str) -> None:
+    wh.init(wh.Config())
+    build, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words) as caught:
+        wh.parallelize(build(), rows(8, 3, WIDTH), optimizer=sgd)
+    assert " at 0x" not in str(caught.value)
+
+
 def test_a_memory_that_grows_from_call_to_call_is_refused() -> None:
     wh.init(wh.Config())
     with pytest.raises(ValueError, match="buffer of another form `table`"):

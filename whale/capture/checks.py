@@ -149,14 +149,15 @@ def _compare_samples(
         expected, expected_gradients = _backward(loss, parameters)
         del loss  # with its graph, so that `outside` holds only tensors that somebody else has
         if capture.findings.of_kind(REBUILT):
-            with torch.no_grad():  # on what the first call has left in its buffers
-                _refuse_memory(expected, float(_eager_loss(model, layout, few, task)), capture)
+            # on what the first call has left in its buffers
+            second = float(_eager_loss(model, layout, few, task).detach())
+            _refuse_memory(expected, second, capture)
         buffers.restore()
         torch.manual_seed(SEED)
         got, gradients = _backward(_run(capture.captured, model, few)[0], parameters)
         buffers.restore()
-        with torch.no_grad():
-            again = float(_eager_loss(model, layout, few, task))
+        # with gradients, as in training: a forward may ask for one
+        again = float(_eager_loss(model, layout, few, task).detach())
         buffers.restore()
     _refuse_trained_outside(outside)
     if not math.isfinite(expected) and not math.isfinite(got):

@@ -292,6 +292,13 @@ _RULES: tuple[_Rule, ...] = (
         "keep the full shape and mask it: `torch.where(mask, x, 0)` instead of `x[mask]`",
     ),
     _Rule(
+        "TypeError",
+        r"failed to unpack the object .* FakeTensor",
+        "the value of a tensor becomes a size, as lengths do in `pack_padded_sequence`",
+        "keep the full shape: give a recurrent layer the padded batch, and take the output of the "
+        "last step of each sample by `output[torch.arange(len(x)), lengths - 1]`",
+    ),
+    _Rule(
         "RuntimeError",
         r"specialized it to be a constant \((?P<size>\d+)\)",
         "the forward fixes the batch size to {size}, the size of the sample batch. Whale runs it "

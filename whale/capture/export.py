@@ -432,9 +432,10 @@ def _refuse_lost_writes(program: ExportedProgram) -> None:
         if is_fake(program.constants[name]):
             module = local_name(name).rpartition(".")[0] or "the model"
             raise CaptureError(
-                f"a tensor made in `{module}` is written through `.data` or outside the graph: "
-                "the capture would lose that. Try: the out-of-place form, or `with "
-                "torch.no_grad():` instead of `.data`"
+                f"a tensor made in `{module}` is written through `.data` or outside the graph "
+                "(`torch.autograd.grad` in forward): the capture would lose that. Try: the "
+                "out-of-place form, or `with torch.no_grad():` instead of `.data`; the formula of "
+                "a gradient"
             )
 
 

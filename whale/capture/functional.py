@@ -139,11 +139,12 @@ class _Functional:
 
     def visit(self, node: Node) -> None:
         """An operation that writes no data."""
-        if is_function_transform(node.target):
+        if is_function_transform(node):
             refuse(
                 node,
                 "is part of a `torch.func` transform (vmap, grad)",
-                "write it with batched operations such as `einsum` or `bmm`",
+                "write it with batched operations such as `einsum` or `bmm`, a gradient inside of "
+                "forward by its formula",
             )
         if written_names(node):
             self.check_object_of_graph(node)

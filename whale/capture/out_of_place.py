@@ -38,8 +38,9 @@ SPLITS = ("split", "split_with_sizes", "chunk", "tensor_split")
 
 
 def refuse(node: Node, why: str, advice: str = "use the out-of-place form") -> NoReturn:
+    operation = node.target if str(node.target).startswith("aten.") else node.name
     raise ValueError(
-        f"`{node.target}` in module `{module_name(node)}` ({user_line(node)}) {why}. Try: {advice}"
+        f"`{operation}` in module `{module_name(node)}` ({user_line(node)}) {why}. Try: {advice}"
     )
 
 
