@@ -91,7 +91,22 @@ def train_locally(model: FuzzModel, plan: FuzzPlan) -> Trace:
         return made
 
     number = config.get("num_micro_batch", 1) if model.is_stateful else 1
-    return local_training(build(model), batches(plan), None, make_optimizer, number)
+    trace = local_training(build(model), batches(plan), None, make_optimizer, number)
+    if most is not None:  # the engine gives gradients as the optimizer gets them
+        torch.nn.utils.clip_grads_with_norm_(
+            _with_gradients(trace), most, torch.nn.utils.get_total_norm(trace.gradients.values())
+        )
+    return trace
+
+
+def _with_gradients(trace: Trace) -> list[torch.Tensor]:
+    """Tensors that have the gradients of the trace, to be clipped where they are."""
+    found = []
+    for gradient in trace.gradients.values():
+        holder = torch.empty_like(gradient)
+        holder.grad = gradient
+        found.append(holder)
+    return found
 
 
 def train_on_rank(subject: Subject, plan: FuzzPlan) -> Any:
