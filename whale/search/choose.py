@@ -216,8 +216,10 @@ def _with_decision(
 
 def _nothing_fits(problem: Problem, done: Search, refused: ValueError | None) -> ValueError:
     """The refusal: what keeps every plan from fitting, and the least change."""
-    told = [each.problem for each in done.tried if each.problem]
-    first = str(refused) if refused is not None else (told[0] if told else "no plan fits")
+    problems = [each.problem for each in done.tried if each.problem]
+    first = next(iter(problems), "no plan fits")
+    if refused is not None:
+        first = str(refused)
     fixed = _fixed_names(problem.config)
     if fixed:
         return DoesNotFit(f"{first}. {_without_fixed(problem, done, fixed)}")

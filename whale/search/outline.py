@@ -49,8 +49,6 @@ class SegmentTimes:
     forward: Floats
     """(segments,)"""
     backward: Floats
-    input_part: float
-    """of the whole backward, what the gradients of inputs take"""
 
     @cached_property
     def total(self) -> float:
@@ -333,10 +331,7 @@ class Outline:
             share = 1 << max(0, num_samples.bit_length() - 1)
             fixed, per_sample = self._line(kind, min(share, self.problem.batch_size))
             forward, inputs, weights = fixed + num_samples * per_sample
-            backward = inputs + weights
-            whole = float(backward.sum())
-            part = float(inputs.sum()) / whole if whole else 0.0
-            self._times[key] = SegmentTimes(forward, backward, part)
+            self._times[key] = SegmentTimes(forward, inputs + weights)
         return self._times[key]
 
     def _line(self, kind: DeviceKind, share: int) -> tuple[Floats, Floats]:
