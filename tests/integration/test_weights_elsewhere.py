@@ -1,5 +1,6 @@
 """Weights that are not always here (ZeRO-3, offload), read in ways that are easily missed: by an
-operation with several results of which the loss uses one, and through lists of views.
+operation with several results of which the loss uses one, through lists of views, and by operations
+in whose backward a region is recomputed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import whale as wh
 from tests.exactness import mean_square
@@ -49,12 +51,41 @@ class Packed(nn.Module):
         return x + inner.unflatten(1, (-1, 2 * WIDTH)).sum(1)
 
 
+class Branches(nn.Module):
+    """A region under `torch.utils.checkpoint` with branches that have no backward: when it is
+    recomputed, their weights come behind, or between, those that the running backward reads.
+    """
+
+    def __init__(self, trained: tuple[int, ...]) -> None:
+        super().__init__()
+        self.trained = trained
+        self.layers = nn.ModuleList(nn.Linear(2 * WIDTH, 2 * WIDTH) for _ in range(7))
+
+    def region(self, x: Tensor) -> Tensor:
+        found = []
+        for place in range(1, 5):
+            value: Tensor = self.layers[place](x)
+            found.append(value if place in self.trained else value.detach())
+        return found[0] + found[1] + found[2] + found[3]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x).tanh()
+        x = checkpoint(self.region, x, use_reentrant=False).tanh()
+        result: Tensor = self.layers[6](self.layers[5](x).tanh())
+        return result
+
+
+BRANCHES = {"first": (1,), "middle": (2,), "last": (4,), "two": (1, 2)}
+"""which layers of the region have a backward"""
+
 FACTORS = (3, 3, 3, 5, 5, 3, 3, 3)
 """sizes with which neighbouring layers get the same slot"""
 
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
+    if name in BRANCHES:
+        return Branches(BRANCHES[name]).double()
     if name in ("unbind", "chunk"):
         layers: list[nn.Module] = [Packed(factor, name == "chunk") for factor in FACTORS]
     else:
@@ -97,6 +128,12 @@ def train_locally(name: str) -> dict[str, Tensor]:
         ("lstm", 1, HOST),
         ("unbind", 2, {"zero": 3}),
         ("chunk", 1, HOST),
+        ("first", 1, HOST),
+        ("last", 1, HOST),
+        ("middle", 1, HOST),
+        ("two", 1, HOST),
+        ("first", 2, {"zero": 3}),
+        ("last", 2, {"zero": 3}),
         pytest.param("gru", 2, {"zero": 3}, marks=pytest.mark.slow),
         pytest.param("unbind", 1, {"offload": {"weights": "disk"}}, marks=pytest.mark.slow),
         pytest.param("chunk", 2, {"zero": 3, "recompute": True}, marks=pytest.mark.slow),

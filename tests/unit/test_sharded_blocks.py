@@ -72,6 +72,25 @@ def with_region(root: nn.Module) -> GraphModule:
     return GraphModule(root, graph)
 
 
+def with_side_branch(root: nn.Module) -> GraphModule:
+    """A region that is recomputed when backward is about to read b, and that reads c after b."""
+    body = Graph()
+    x, b, c = (body.placeholder(name) for name in ("x", "b", "c"))
+    main = body.call_function(torch.mm, (x, b))
+    turned = body.call_function(torch.t, (c,))
+    side = body.call_function(torch.detach, (body.call_function(torch.mm, (x, turned)),))
+    body.output((body.call_function(torch.add, (main, side)), turned))
+    root.add_module("region", Recomputed(GraphModule(nn.Module(), body)))
+    graph = Graph()
+    given = graph.placeholder("x")
+    a, b, c = (graph.get_attr(name) for name in NAMES)
+    x = graph.call_function(torch.tanh, (graph.call_function(torch.mm, (given, a)),))
+    call = graph.call_module("region", (x, b, c))
+    parts: list[Node] = [graph.call_function(operator.getitem, (call, place)) for place in range(2)]
+    graph.output(tuple(parts))
+    return GraphModule(root, graph)
+
+
 def results(module: GraphModule, root: nn.Module) -> list[Tensor]:
     """Result, the view that leaves, and gradients."""
     x = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -82,7 +101,11 @@ def results(module: GraphModule, root: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("build", "announced"),
-    [(plain, [(0,), (1,), (2,)]), (with_region, [(0,), (2,), (1,), (2,)])],
+    [
+        (plain, [(0,), (1,), (2,)]),
+        (with_region, [(0,), (2,), (1,), (2,)]),
+        (with_side_branch, [(0,), (1,), (2,)]),
+    ],
 )
 def test_readers_find_their_weights_in_forward_and_backward(
     build: Callable[[nn.Module], GraphModule], announced: list[tuple[int, ...]]

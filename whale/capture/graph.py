@@ -4,7 +4,7 @@ inputs and weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 TRACE_KEYS = ("nn_module_stack", "stack_trace", "custom", "autocast")
 """keys of `node.meta` that say where an operation stands in the user's model: modules, source line,
@@ -171,11 +171,13 @@ class Recomputed(torch.nn.Module):
     def __init__(self, body: GraphModule) -> None:
         super().__init__()
         self.body = body
+        self.contexts: Callable[[], tuple[Any, Any]] = noop_context_fn
+        """around one forward and its recomputation; where weights live elsewhere, lowering sets it"""
 
     def forward(self, *inputs: object) -> object:
         if not torch.is_grad_enabled():
             return self.body(*inputs)
-        return checkpoint(self.body, *inputs, use_reentrant=False)
+        return checkpoint(self.body, *inputs, use_reentrant=False, context_fn=self.contexts)
 
 
 def cut_region(nodes: list[Node], results: set[Node]) -> tuple[Graph, list[Node], list[Node]]:

@@ -5,6 +5,10 @@ In front of an operation that reads weights of other blocks than the one before 
 behind every reader `need_in_backward` puts the same call in front of its backward. An operation
 reads a weight directly, or through values that are computed from weights alone: such a value may be
 a view that lies in the weight's memory.
+
+A region is recomputed in the midst of the backward of one of its operations, when that takes its
+first saved tensor: behind its `need`. The blocks of the region may take the slots of its weights;
+they are brought again behind the recomputation (`region_contexts`).
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import _StopRecomputationError
 
 Blocks = tuple[int, ...]
 """blocks that one operation reads, in order"""
@@ -81,9 +86,12 @@ def need(residence: Bringer, blocks: Blocks) -> None:
 
 def need_in_backward(residence: Bringer, blocks: Blocks, result: Any) -> None:
     """Before the backward of the operation that gave this result, its blocks are brought again."""
+    region = _open[-1] if _open else None
 
     def bring(gradients: Any) -> None:
         residence.need(*blocks)
+        if region is not None:
+            region.reading = blocks
 
     # one of several results may be all that the loss uses: the state of an LSTM, not its outputs
     nodes: list[Any] = []
@@ -92,6 +100,47 @@ def need_in_backward(residence: Bringer, blocks: Blocks, result: Any) -> None:
         if node is not None and node not in nodes:
             nodes.append(node)
             node.register_prehook(bring)
+
+
+class _RegionForward:
+    """One forward of a region that is recomputed in backward."""
+
+    def __init__(self) -> None:
+        self.reading: Blocks = ()
+        """blocks of its operation whose backward began last"""
+
+    def __enter__(self) -> None:
+        _open.append(self)
+
+    def __exit__(self, *raised: Any) -> None:
+        _open.pop()
+
+
+class _Recomputation:
+    """The recomputation of a region, in the midst of the backward of one of its operations."""
+
+    def __init__(self, residence: Bringer, forward: _RegionForward) -> None:
+        self._residence = residence
+        self._forward = forward
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: Any) -> None:
+        # torch ends it by an exception when all that was saved is there
+        is_done = kind is None or issubclass(kind, _StopRecomputationError)
+        if is_done and self._forward.reading:
+            self._residence.need(*self._forward.reading)
+
+
+_open: list[_RegionForward] = []
+"""regions whose forward runs now, the innermost last"""
+
+
+def region_contexts(residence: Bringer) -> tuple[_RegionForward, _Recomputation]:
+    """Around a region's forward and its recomputation (`context_fn` of `torch.utils.checkpoint`)."""
+    forward = _RegionForward()
+    return forward, _Recomputation(residence, forward)
 
 
 def readers_of(

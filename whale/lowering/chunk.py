@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import sympy
@@ -18,7 +18,14 @@ from whale.capture.graph import CapturedGraph, Recomputed, cut_region
 from whale.capture.lengths import Numbers
 from whale.capture.sample_states import batch_dim
 from whale.compat import enter_autocast, exit_autocast
-from whale.lowering.blocks import BlockWeights, Readers, Use, from_weights_alone, readers_of
+from whale.lowering.blocks import (
+    BlockWeights,
+    Readers,
+    Use,
+    from_weights_alone,
+    readers_of,
+    region_contexts,
+)
 from whale.lowering.sharded_norms import batch_norm
 from whale.lowering.subgroups import Subgroup, sum_over_subgroup
 from whale.operations.sizes import Size, shape_at, size_at
@@ -282,6 +289,8 @@ def _root(
         setattr(root, _GROUP, around.subgroup)
     if around.blocks is not None:
         setattr(root, _RESIDENCE, around.blocks.residence)
+        for region in regions.values():
+            region.contexts = partial(region_contexts, around.blocks.residence)
     return root
 
 

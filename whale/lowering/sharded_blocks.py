@@ -11,12 +11,20 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.fx import GraphModule, Node
 
 from whale.capture.graph import Recomputed
-from whale.lowering.blocks import Blocks, BlockWeights, Readers, Use, refuse_shared_slots
+from whale.lowering.blocks import (
+    Blocks,
+    BlockWeights,
+    Readers,
+    Use,
+    refuse_shared_slots,
+    region_contexts,
+)
 
 aten = torch.ops.aten
 RESIDENCE = "residence"
@@ -89,6 +97,7 @@ class _Bringing:
         for node, argument in zip(inside, call.args, strict=True):
             if isinstance(argument, Node) and argument in behind:
                 given[node] = behind[argument]
+        region.contexts = partial(region_contexts, self.weights.residence)
         self.readers.enter(self.num_regions)
         self.num_regions += 1
         found = self.put_calls(region.body, given)

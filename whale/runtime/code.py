@@ -151,4 +151,6 @@ def _split_region(
     for node in graph.nodes:
         if node.op == "call_function":
             node.target = instead.get(node.target, node.target)
-    return Recomputed(GraphModule(region.body, graph))
+    split = Recomputed(GraphModule(region.body, graph))
+    split.contexts = region.contexts
+    return split
