@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "Operation",
     "OperationPacket",
+    "StopRecomputation",
     "abort_process_groups",
     "active_modes",
     "at_numbers",
@@ -304,6 +305,11 @@ def foreach_mul_in_float32_(tensors: list[torch.Tensor], factor: torch.Tensor) -
         found_inf = torch.zeros_like(factor)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
 
+
+StopRecomputation: type[BaseException] = torch.utils.checkpoint._StopRecomputationError
+"""ends a recomputation when all that was saved is there; a public thing would tell a context of
+`context_fn` that it ended well
+"""
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.utils.checkpoint import _StopRecomputationError
+
+from whale.compat import StopRecomputation
 
 Blocks = tuple[int, ...]
 """blocks that one operation reads, in order"""
@@ -128,7 +129,7 @@ class _Recomputation:
 
     def __exit__(self, kind: type[BaseException] | None, *raised: Any) -> None:
         # torch ends it by an exception when all that was saved is there
-        is_done = kind is None or issubclass(kind, _StopRecomputationError)
+        is_done = kind is None or issubclass(kind, StopRecomputation)
         if is_done and self._forward.reading:
             self._residence.need(*self._forward.reading)
 
