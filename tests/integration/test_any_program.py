@@ -97,6 +97,76 @@ class GrowingMemory(EmptyTable):
         return shifted
 
 
+class Remembering(nn.Module):
+    """Reads in a call what an earlier one has left: with the first samples and weights it gives the
+    same loss again.
+    """
+
+    def __init__(self, keep: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+        keep(self)
+
+    def remembered(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) - self.remembered(x)).square().mean(-1).mean()
+
+
+def as_empty_buffer(model: nn.Module) -> None:
+    model.register_buffer("kept", torch.zeros(0, dtype=DOUBLE), persistent=False)
+
+
+def as_missing_buffer(model: nn.Module) -> None:
+    model.register_buffer("kept", None, persistent=False)
+
+
+def as_attribute(model: nn.Module) -> None:
+    model.kept = None
+
+
+class RunningMean(Remembering):
+    def remembered(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        is_first = self.kept is None or self.kept.numel() == 0
+        self.kept = mean if is_first else 0.9 * self.kept + 0.1 * mean
+        return self.kept
+
+
+class FirstBatch(Remembering):
+    def remembered(self, x: Tensor) -> Tensor:
+        if self.kept is None or self.kept.numel() == 0:
+            self.kept = x.detach().abs().amax(0)
+        return self.kept
+
+
+class FirstWeight(Remembering):
+    def remembered(self, x: Tensor) -> Tensor:
+        if self.kept is None or self.kept.numel() == 0:
+            self.kept = self.layer.weight.detach().clone()
+        return (self.layer.weight - self.kept).square().sum()
+
+
+class BatchBefore(Remembering):
+    def remembered(self, x: Tensor) -> Tensor:
+        is_first = self.kept is None or self.kept.numel() == 0
+        before = x.detach().mean() if is_first else self.kept.mean()
+        self.kept = x.detach()
+        return before
+
+
+class FirstWeightInDict(Remembering):
+    def __init__(self) -> None:
+        super().__init__(lambda model: setattr(model, "kept", {"inner": {}}))
+
+    def remembered(self, x: Tensor) -> Tensor:
+        kept = self.kept["inner"]
+        if "weight" not in kept:
+            kept["weight"] = self.layer.weight.detach().clone()
+        return (self.layer.weight - kept["weight"]).square().sum()
+
+
 @functools.lru_cache
 def positions(length: int) -> Tensor:
     return torch.arange(length, dtype=DOUBLE)[:, None] / 10
@@ -449,6 +519,25 @@ def test_a_memory_that_grows_from_call_to_call_is_refused() -> None:
     wh.init(wh.Config())
     with pytest.raises(ValueError, match="buffer of another form `table`"):
         wh.parallelize(GrowingMemory(), rows(8, 3, WIDTH), optimizer=sgd)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: RunningMean(as_empty_buffer),
+        lambda: RunningMean(as_missing_buffer),
+        lambda: RunningMean(as_attribute),
+        lambda: FirstBatch(as_empty_buffer),
+        lambda: FirstWeight(as_empty_buffer),
+        lambda: FirstWeight(as_attribute),
+        lambda: BatchBefore(as_empty_buffer),
+        FirstWeightInDict,
+    ],
+)
+def test_a_memory_of_samples_or_weights_is_refused(build: Callable[[], nn.Module]) -> None:
+    wh.init(wh.Config())
+    with pytest.raises(ValueError, match=r"`kept`.* update"):
+        wh.parallelize(build(), rows(8, WIDTH), optimizer=sgd)
 
 
 @pytest.mark.parametrize("build", [ManySamples, ManyRows])

@@ -24,9 +24,10 @@ from whale.capture.batch import BatchLayout, read_batch
 from whale.capture.clean import Capture
 from whale.capture.export import Task
 from whale.capture.graph import CapturedGraph, user_line
-from whale.capture.guards import REBUILT, refuse
+from whale.capture.guards import Findings, refuse
 from whale.capture.leftovers import forget_tables
 from whale.capture.lengths import LEAST, NotSymbolic, conditions_of
+from whale.capture.memory import Memory
 from whale.capture.prepare import CapturedModel
 from whale.capture.python_state import attributes, changed_attributes
 from whale.compat import is_fake, tensor_stores
@@ -118,14 +119,14 @@ def compare_other_length(
     if conditions_of(captured).numbers(layout) is None:
         return  # the graph is not for this length, and will not run it
     few = capture.layout.samples(shorter, 0, min(NUM_EAGER_SAMPLES, layout.batch_size))
-    buffers = _Buffers(model)
+    memory = Memory(model)
     try:
         with torch.no_grad():
             _eager_loss(model, capture.layout, few, task)
     except Exception:
         return  # half a sample is none of this model's batches
     finally:
-        buffers.restore()
+        memory.restore()
     try:
         _compare_samples(capture, model, few, task)
     except Exception as error:
@@ -138,6 +139,16 @@ def _compare_samples(
     """Compares on these samples; False when their loss is not finite (no valid label among them)
     and nothing can be said.
     """
+    memory = Memory(model)
+    try:
+        return _compare_from(memory, capture, model, few, task)
+    finally:
+        memory.restore()  # another comparison starts from the same
+
+
+def _compare_from(
+    memory: Memory, capture: Capture, model: torch.nn.Module, few: list[Tensor], task: Task
+) -> bool:
     layout = capture.layout
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     buffers = _Buffers(model)
@@ -148,10 +159,9 @@ def _compare_samples(
         outside = _leaves_outside(loss, model)
         expected, expected_gradients = _backward(loss, parameters)
         del loss  # with its graph, so that `outside` holds only tensors that somebody else has
-        if capture.findings.of_kind(REBUILT):
-            # on what the first call has left in its buffers
-            second = float(_eager_loss(model, layout, few, task).detach())
-            _refuse_memory(expected, second, capture)
+        left = memory.left()
+        if left.entries:
+            _refuse_memory(capture, model, few, task, memory, left)
         buffers.restore()
         torch.manual_seed(SEED)
         got, gradients = _backward(_run(capture.captured, model, few)[0], parameters)
@@ -240,12 +250,88 @@ def _other_result(first: float, second: float, changed: Sequence[str]) -> str:
     )
 
 
-def _refuse_memory(first: float, second: float, capture: Capture) -> None:
-    """Buffers that forward gives another form must be tables that it would make anew, not a memory
-    of earlier calls.
+def _refuse_memory(
+    capture: Capture,
+    model: torch.nn.Module,
+    few: list[Tensor],
+    task: Task,
+    memory: Memory,
+    left: Findings,
+) -> None:
+    """What forward has kept (`left`) must be tables that it would make anew, not a memory of earlier
+    samples or weights: other samples with other weights give the same loss with it and without.
     """
-    if _relative_error(first, second) > _limit(capture.captured):
-        refuse(capture.findings)
+    layout = capture.layout
+    others = [_other_samples(layout, few, len(_batched(layout, few)))]
+    if not conditions_of(capture.captured).limits_batch:
+        # a number that was made of the size of the first batch
+        others += [
+            _other_samples(layout, few, size) for size in (1, len(_batched(layout, few)) + 1)
+        ]
+    kept = memory.now()
+    compared = False
+    with torch.no_grad(), _other_weights(model):
+        for samples in others:
+            memory.restore()
+            try:
+                without = float(_eager_loss(model, layout, samples, task))
+            except Exception:
+                continue  # none of this model's batches
+            memory.restore(kept)
+            try:
+                loss = float(_eager_loss(model, layout, samples, task))
+            except Exception:
+                if samples is not others[0]:
+                    continue  # local training fails as well on such a batch
+                refuse(left)
+                raise
+            if math.isfinite(without) or math.isfinite(loss):
+                compared = True
+                if not _relative_error(without, loss) <= _limit(capture.captured):
+                    refuse(left)
+    memory.restore(kept)
+    if not compared:
+        refuse(left)
+
+
+def _batched(layout: BatchLayout, few: Sequence[Tensor]) -> Tensor:
+    described = zip(few, layout.tensors, strict=True)
+    return next(tensor for tensor, description in described if description.batched)
+
+
+def _other_samples(layout: BatchLayout, few: Sequence[Tensor], num_samples: int) -> list[Tensor]:
+    """Samples with other values and the same shape: all of them the last one, fractions made a
+    little smaller; a single sample of whole numbers is rolled.
+    """
+    others = []
+    for tensor, description in zip(few, layout.tensors, strict=True):
+        other = tensor
+        if description.batched:
+            other = tensor[-1:].expand(num_samples, *tensor.shape[1:])
+            if len(tensor) == 1 and tensor.ndim > 1 and not tensor.is_floating_point():
+                other = other.roll(1, -1)
+        if other.is_floating_point():
+            other = other * (1 - torch.rand_like(other, dtype=torch.float32).to(other.dtype) / 2)
+        others.append(other.contiguous())
+    return others
+
+
+@contextmanager
+def _other_weights(model: torch.nn.Module) -> Iterator[None]:
+    """The weights that are trained have other values inside."""
+    saved = []
+    for p in model.parameters():
+        if p.requires_grad and p.is_floating_point():
+            saved.append((p, p.detach().clone()))
+    try:
+        with torch.no_grad():
+            for p, _ in saved:
+                p.mul_(1 - torch.rand_like(p) / 2).add_(torch.rand_like(p) / 16)
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in saved:
+                p.copy_(value)
 
 
 def _leaves_outside(loss: Tensor, model: torch.nn.Module) -> list[weakref.ref[Tensor]]:
@@ -451,13 +537,14 @@ class _Buffers:
         for module in model.modules():
             store = tensor_stores(module)[1]
             for name, tensor in store.items():
-                if tensor is not None:
-                    self._saved.append((store, name, tensor, tensor.detach().clone()))
+                value = None if tensor is None else tensor.detach().clone()
+                self._saved.append((store, name, tensor, value))
 
     def restore(self) -> None:
         with torch.no_grad():
             for store, name, tensor, value in self._saved:
-                tensor.copy_(value)
+                if tensor is not None and value is not None:
+                    tensor.copy_(value)
                 store[name] = tensor  # forward may have put another one there
 
 

@@ -44,6 +44,7 @@ SAVED_TENSOR_HOOK = "saved tensor hook"
 CHECKPOINT = "checkpoint"
 PYTHON_RANDOM = "python random"
 REBUILT = "buffer of another form"
+KEPT = "tensor kept on the model"
 
 RECOMPUTE_TAG = "recompute"
 """key in `node.meta["custom"]` of the nodes of a checkpointed region; the value is the region's
@@ -67,6 +68,14 @@ _TRY = {
     ),
     SAVED_TENSOR_HOOK: (
         "leave it out; ask for recomputation with `torch.utils.checkpoint` to save memory"
+    ),
+    REBUILT: (
+        "make it a function of the arguments of forward, or register the buffer with its final "
+        "shape and type and update it in place"
+    ),
+    KEPT: (
+        "make it a function of the arguments of forward, or register a buffer with its final shape "
+        "and type and update that in place"
     ),
     CHECKPOINT: "nothing to do: Whale recomputes this region itself",
 }
@@ -110,6 +119,10 @@ class Findings:
         """What may make the gradients of the captured graph differ from the model's."""
         return self.of_kind(FUNCTION, TENSOR_HOOK, MODULE_HOOK, SAVED_TENSOR_HOOK)
 
+    def memory(self) -> list[Finding]:
+        """Tensors that the forward leaves to its next call."""
+        return self.of_kind(REBUILT, KEPT)
+
     def checkpoints(self) -> list[Finding]:
         """Recompute requests; the i-th one is the nodes with `RECOMPUTE_TAG` i."""
         return self.of_kind(CHECKPOINT)
@@ -125,11 +138,11 @@ def refuse(findings: Findings) -> None:
             f"The captured model would lose {len(changes)} thing(s) that may change its gradients: "
             f"a capture keeps the forward only.{_listed(changes)}"
         )
-    rebuilt = findings.of_kind(REBUILT)
-    if rebuilt:
+    memory = findings.memory()
+    if memory:
         raise CaptureError(
-            f"Forward gives {len(rebuilt)} buffer(s) another form, and may read in its next call "
-            f"what it has put there, which no graph does.{_listed(rebuilt)}"
+            f"Forward keeps {len(memory)} thing(s) that it may read in its next call, which no "
+            f"graph does.{_listed(memory)}"
         )
     draws = findings.of_kind(PYTHON_RANDOM)
     if draws:

@@ -287,11 +287,14 @@ def assigned_buffers_written(model: nn.Module, findings: Findings) -> Iterator[N
     yield
     for name, store, leaf, old in before:
         new = store.get(leaf)
-        if new is old or old is None:
+        if new is old:
+            continue
+        if old is None:
+            findings.add(REBUILT, name, NOWHERE)
             continue
         store[leaf] = old
         if new is not None and _form(new) != _form(old) and name in unsaved:
-            findings.add(REBUILT, name, NOWHERE, _TRY_FORM)
+            findings.add(REBUILT, name, NOWHERE)
             continue
         _check_assigned(name, old, new)
         assert new is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from whale.capture.batch import BatchLayout
 from whale.capture.capture import capture_evaluation, capture_training
-from whale.capture.guards import refuse
+from whale.capture.guards import Finding, Findings, refuse
 from whale.capture.lengths import Numbers
 from whale.capture.prepare import CapturedModel, prepare
 from whale.distributed.intervals import Intervals
@@ -145,9 +145,8 @@ class Shapes:
     ) -> Family:
         job = self._job
         captured = capture_training(job.model, layout, tensors, job.task, outputs)
-        known = {finding.name for finding in job.prepared.capture.findings.gradient_changes()}
-        if any(finding.name not in known for finding in captured.findings.gradient_changes()):
-            refuse(captured.findings)  # the self-check of the first capture did not see these
+        self._refuse_unchecked(captured.findings.gradient_changes())
+        self._refuse_unchecked(captured.findings.memory())
         prepared = prepare(captured, _num_parts(job.plan), job.config.loss_per_micro_batch)
         check_loss_and_buffers(
             prepared.captured, prepared.not_additive, widest(job.plan), job.plan.num_micro_batch
@@ -155,6 +154,13 @@ class Shapes:
         advice = "All ranks must run the same script on the same versions"
         prepared = same_on_all_ranks(prepared, job.ranks, "the captured graph", advice)
         return self._family(prepared, layout)
+
+    def _refuse_unchecked(self, found: list[Finding]) -> None:
+        """Raises when the self-check of the first capture did not see one of these."""
+        entries = self._job.prepared.capture.findings.entries
+        known = {(finding.kind, finding.name) for finding in entries}
+        if any((finding.kind, finding.name) not in known for finding in found):
+            refuse(Findings(found))
 
     def known_training(self, layout: BatchLayout) -> Lowered | None:
         """The graph for batches of this shape, if there is one already."""
@@ -177,6 +183,7 @@ class Shapes:
     def _capture_evaluation(self, layout: BatchLayout, tensors: list[Tensor]) -> Family:
         job = self._job
         captured = capture_evaluation(job.model, layout, tensors, job.task)
+        self._refuse_unchecked(captured.findings.memory())
         prepared = prepare(
             captured,
             num_micro_batch=len(job.plan.templates),  # not at one place where there are several
