@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from whale.capture.memory import containers, copied, refill
 from whale.compat import is_fake
 from whale.names import names_of
 
@@ -29,12 +30,14 @@ _NOT_THE_USERS = frozenset(names_of("torch builtins whale"))
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
     """Takes back what forward sets inside as plain attributes of the modules, or puts into dicts,
-    lists and sets among these.
+    lists, sets and objects among these.
     """
     before = []
+    seen: set[int] = set()
     for module in model.modules():
         own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
-        held = [(each, each.copy()) for each in own.values() if type(each) in (dict, list, set)]
+        inside = [each for value in own.values() for each in containers(value, seen)]
+        held = [(each, copied(each)) for each in inside]
         before.append((vars(module), own, held))
     try:
         yield
@@ -44,16 +47,7 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
                 del now[name]
             now.update(own)
             for container, contents in held:
-                _refill(container, contents)
-
-
-def _refill(container: Any, contents: Any) -> None:
-    """Puts back the items that a dict, list or set had before."""
-    container.clear()
-    if isinstance(container, list):
-        container.extend(contents)
-    else:
-        container.update(contents)
+                refill(container, contents)
 
 
 def forget_tables(model: nn.Module) -> bool:

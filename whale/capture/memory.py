@@ -17,7 +17,7 @@ from whale.capture.guards import KEPT, REBUILT, Findings
 from whale.compat import tensor_stores
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # hooks, parameters, buffers, submodules, the mode
-_DEEPEST = 6
+DEEPEST = 6
 """containers and objects inside of each other that are looked into"""
 _NOT_LOOKED_INTO = (
     Tensor,
@@ -75,8 +75,8 @@ class Memory:
             own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
             state.append((module, own))
             for value in own.values():
-                for container in _containers(value, seen, _DEEPEST):
-                    state.append((container, _copied(container)))
+                for container in containers(value, seen, DEEPEST):
+                    state.append((container, copied(container)))
             store = tensor_stores(module)[1]
             state.append((store, dict(store)))
         return state
@@ -92,7 +92,7 @@ class Memory:
                     del now[name]
                 now.update(contents)
             else:
-                _refill(container, contents)
+                refill(container, contents)
         with torch.no_grad():
             for _, store, leaf, old, value in self._buffers:
                 if old is not None and value is not None:
@@ -117,7 +117,7 @@ def _tensors(model: nn.Module) -> dict[str, list[Tensor]]:
     for prefix, module in model.named_modules():
         for leaf, value in vars(module).items():
             if leaf not in _OF_TORCH:
-                found[_join(prefix, leaf)] = list(_inside(value, set(), _DEEPEST))
+                found[_join(prefix, leaf)] = list(_inside(value, set(), DEEPEST))
     return found
 
 
@@ -129,13 +129,13 @@ def _inside(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
             yield from _inside(each, seen, depth - 1)
 
 
-def _containers(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
+def containers(value: Any, seen: set[int], depth: int = DEEPEST) -> Iterator[Any]:
     """Every dict, list, set and deque at and inside of the value, attributes of objects too."""
     container = _container(value)
     if container is not None and id(container) not in seen and not isinstance(container, tuple):
         yield container
     for each in _items(container, seen, depth):
-        yield from _containers(each, seen, depth - 1)
+        yield from containers(each, seen, depth - 1)
 
 
 def _container(value: Any) -> Any:
@@ -154,11 +154,11 @@ def _items(container: Any, seen: set[int], depth: int) -> list[Any]:
     return list(container.values()) if isinstance(container, dict) else list(container)
 
 
-def _copied(container: Any) -> Any:
+def copied(container: Any) -> Any:
     return dict(container) if isinstance(container, dict) else list(container)
 
 
-def _refill(container: Any, contents: Any) -> None:
+def refill(container: Any, contents: Any) -> None:
     """Puts back the items that a container had before."""
     if isinstance(container, dict):
         now = [(key, id(value)) for key, value in container.items()]
