@@ -97,11 +97,9 @@ def claim(name: str, held: Timeline, away: Timeline, made: wh.Plan) -> Claim:
         sum(each.out_bytes for each in moved.traffic) / rate_out,
     )
     bound_s = max(TARGET * held.step_s, links_s)
-    ahead = wh.simulate(replace(made, updates_ahead=True)).step_s
     details = {
         "step that holds everything s": held.step_s,
         "step s": away.step_s,
-        "step s if updates ran under the next forward": ahead,
         "seconds that the links need": links_s,
         "over the step that holds everything": away.step_s / held.step_s,
         "GB on the fullest device": max(d.peak_total_bytes for d in away.devices) / GIGA,

@@ -7,8 +7,9 @@
     GPT 96 x 12288 on 1,024 devices of 3 kinds                         under 60 s in all, under 2 GB
 
 CPU seconds stand beside those of the clock and count where other jobs use the core: the search is one
-process and waits for nothing. `--growth`: the last model on 64 to 8,192 devices of 4 kinds as a table
-instead (wanted: 8,192 in under 3 minutes). `--only NAME`: one case.
+process and waits for nothing. `--growth [NUMBER ...]`: the last model on 64 to 8,192 devices of 4
+kinds as a table instead (wanted: 8,192 in under 3 minutes). `--by-hand`: the first case beside
+fourteen plans made by hand, all by the same costs. `--only NAME`: one case.
 """
 
 from __future__ import annotations
@@ -38,10 +39,21 @@ from benchmarks.planning import (
     alone,
     cluster_of,
 )
+from whale import api
+from whale.capture.batch import read_batch
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
+from whale.model_planner import ModelPlanner
 
 LARGE_BYTES = 2e9
 GROWTH = (64, 256, 1024, 4096, 8192)
+BY_HAND: list[dict[str, Any]] = [
+    *({"num_micro_batch": count, "schedule": "1f1b"} for count in (2, 4, 8, 16, 32, 64)),
+    *({"num_micro_batch": count, "schedule": "auto"} for count in (4, 8, 16, 32, 64)),
+    {"num_micro_batch": 8, "schedule": "1f1b", "recompute": True},
+    {"num_micro_batch": 32, "schedule": "wave"},
+    {"num_micro_batch": 32, "schedule": "gpipe"},
+]
+"""settings beside seven stages, one on each device"""
 FOUR_KINDS = {"H100": 256, "A100-80GB": 256, "A100-40GB": 256, "V100-32GB": 256}
 """of 1,024 devices"""
 
@@ -133,16 +145,44 @@ def gpt_large(num_devices: int = 1024, kinds: dict[str, int] | None = None) -> d
     return {**found, "of limit": in_all / 60}
 
 
-def growth() -> None:
+def growth(numbers: tuple[int, ...]) -> None:
     """Seconds of the search by the number of devices."""
-    for number in GROWTH:
+    for number in numbers:
         found = alone(partial(gpt_large, number, FOUR_KINDS))
         print(number, json.dumps(found), flush=True)
 
 
+def by_hand(precision: str) -> dict[str, Any]:
+    """The 1.3 B case: seconds of a step of plans made by hand, and of what the search finds."""
+    model = gpt2(24, 2048, 16, 512)
+    words = torch.zeros(64, 512, dtype=torch.long)
+    layout, tensors = read_batch({"input_ids": words, "labels": words})
+    open_settings = {"precision": precision}
+    prepared = api._prepare(model, layout, tensors, None, wh.Config(open_settings), "cpu")
+    steps: dict[str, float | None] = {}
+    for settings in BY_HAND:
+        config = wh.Config({**open_settings, "num_task_graph": 7, **settings})
+        name = ", ".join(f"{key} {value}" for key, value in settings.items())
+        try:
+            made = ModelPlanner(model, two_hosts(), config, layout.batch_size).plan(prepared, {})
+        except ValueError:  # does not fit
+            steps[name] = None
+            continue
+        steps[name] = round(wh.simulate(made).step_s, 4)
+    config = wh.Config(open_settings)
+    found = ModelPlanner(model, two_hosts(), config, layout.batch_size).plan(prepared, {})
+    step_s = wh.simulate(found).step_s
+    best_s = min(each for each in steps.values() if each is not None)
+    return {"searched": round(step_s, 4), "ratio": round(best_s / step_s, 3), "by hand": steps}
+
+
 def main() -> None:
     if "--growth" in sys.argv[1:]:
-        growth()
+        growth(tuple(map(int, sys.argv[2:])) or GROWTH)
+        return
+    if "--by-hand" in sys.argv[1:]:
+        for precision in ("default", "fp16"):
+            print(precision, json.dumps(by_hand(precision)), flush=True)
         return
     cases = {each.__name__: each for each in (gpt_13_fp32, gpt_13_fp16, small, bert, gpt_large)}
     if "--only" in sys.argv[1:]:

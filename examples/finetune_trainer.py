@@ -118,7 +118,7 @@ def main() -> None:
         logging_steps=5,
         save_strategy="no",
         report_to="none",
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=not torch.accelerator.is_available(),
     )
     stages = {"num_task_graph": 2, "num_micro_batch": 4} if wh.num_devices() > 1 else {}
     trainer = WhaleTrainer(

@@ -21,7 +21,7 @@ def metrics_file(run_folder: str | Path, rank: int) -> Path:
 
 
 def finished_file(run_folder: str | Path) -> Path:
-    """Where rank 0 writes that the run has come to its end."""
+    """Where rank 0 writes that the run has finished."""
     return Path(run_folder) / "metrics" / "finished.json"
 
 

@@ -35,7 +35,7 @@ from whale.plans.plan import Decision, Plan
 from whale.plans.shards import Shards
 from whale.runtime.update import OptimizerFactory
 from whale.search.choose import choose_plan
-from whale.search.search import Progress
+from whale.search.search import SearchProgress
 from whale.units import human_seconds
 
 logger = logging.getLogger("whale")
@@ -173,7 +173,8 @@ class ModelPlanner:
         in_parts = set(plan.summed_norms)
         if not all(takes_norms_of_the_whole(self.optimizer, name) for name in in_parts):
             in_parts = set()
-        cut = [name for name in names if name not in whole and name not in in_parts]
+        uncut = {*whole, *in_parts}
+        cut = [name for name in names if name not in uncut]
         if is_given and cut and keeps_whole(self.optimizer, cut):
             raise ValueError(
                 f"this plan cuts {cut[0]} and was made for an optimizer that treats every number "
@@ -199,8 +200,10 @@ class ModelPlanner:
                         in_parts.append(name)
         if not trained or not keeps_whole(self.optimizer, trained):
             return made
-        with_owners = plan_with_owners(made, prepared.captured)
         summed = [name for name in in_parts if takes_norms_of_the_whole(self.optimizer, name)]
+        stacks = [name for name in trained if len(states[name].shape) > MATRIX_DIMS]
+        stacks = [name for name in stacks if name not in summed]
+        with_owners = plan_with_owners(made, prepared.captured, stacks)
         summed = list(dict.fromkeys(name for name in summed if name not in with_owners.owners))
         if summed:
             decision = Decision(
@@ -227,7 +230,7 @@ class ModelPlanner:
 def _trained_names(prepared: CapturedModel) -> list[str]:
     """Names of all parameters that are trained."""
     states = prepared.captured.state.values()
-    return [state.name for state in states if state.kind == "parameter" and state.trainable]
+    return [state.name for state in states if state.trainable]
 
 
 def _first_cut_weight(plan: Plan) -> str | None:
@@ -240,7 +243,7 @@ def _first_cut_weight(plan: Plan) -> str | None:
     return None
 
 
-def _log_progress(progress: Progress) -> None:
+def _log_progress(progress: SearchProgress) -> None:
     """What a search tries, and the best so far: for those who look at the log."""
     best = ""
     if progress.best is not None:

@@ -15,6 +15,8 @@ splitting   a communicator is split off that of all ranks, on which nothing may 
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -385,11 +387,14 @@ def _answer_tag(number: int) -> int:
 
 
 def _finish_all() -> None:
-    """What `destroy_process_group` does with NCCL: all that was issued runs first, unless it was
-    aborted.
+    """What `destroy_process_group` does with NCCL: all that was issued runs first. Unless it was
+    aborted: the process of a rank that failed ends then with its streams, as with those of a driver.
+    A thread of Python that waits in gloo cannot be ended otherwise, and may abort the interpreter.
     """
     if any(group.is_aborted for group in communicators):
-        return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
     for stream in streams.all_streams:
         if not stream.record_event()._done.wait(FLUSH_S):
             print(f"{BACKEND}: something never finished: {streams.describe_streams()}", flush=True)

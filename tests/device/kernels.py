@@ -335,7 +335,7 @@ def _copy_to_host(source: torch.Tensor, target: torch.Tensor, non_blocking: bool
     if non_blocking and target.is_floating_point():
         there.fill_(float("nan"))  # what is read before the copy has run
     launch("copy to host", lambda: there.copy_(here), [source], [])
-    if not non_blocking:
+    if not non_blocking or not is_pinned(target):  # a driver copies to other memory itself
         host_waits("copy to host")
 
 

@@ -1,4 +1,4 @@
-"""Weights whose home is the host, on the test device: how they come, and what memory they take."""
+"""Weights and gradients whose home is the host, on the test device: how they come and go."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import whale as wh
 from tests.device import streams
 from tests.device.collectives import BACKEND
 from tests.device.local_device import use_test_device
@@ -84,3 +86,48 @@ def test_compute_does_not_wait_for_the_copy_of_a_block_that_is_gathered(
     for computes, found in server.run(_gather_behind_a_slow_copy, 2, backend=BACKEND):
         assert computes
         assert found == expected
+
+
+AT_HOME = {"weights": "host", "optimizer": "host", "gradients": "host"}
+NUM_MICRO_BATCHES = 2
+
+
+def _backward_beside_a_copy(_: None) -> list[bool]:
+    """Whether the host has launched all backwards of a step of which the device has done nothing:
+    gradients of the first micro-batch are on their way to the host then.
+    """
+    torch.manual_seed(0)
+    wh.init({"offload": AT_HOME, "num_micro_batch": NUM_MICRO_BATCHES, "check_replicas": 0})
+    batch = torch.randn(4, 3)
+    engine = wh.parallelize(
+        nn.Linear(3, 3),
+        batch,
+        optimizer=torch.optim.AdamW,
+        loss=lambda output, target: (output - target).square().mean(),
+    )
+    engine.step(batch)
+    streams.synchronize()
+    zero = engine._job.zero
+    assert zero is not None and len(zero.blocks) == 1
+    assert {each.device.type for each in zero.updated.values()} == {"cpu"}
+    launched = threading.Event()
+    left = NUM_MICRO_BATCHES * len(zero.computing)
+
+    def note(_: torch.Tensor) -> None:
+        """Runs behind the hook of the block."""
+        nonlocal left
+        left -= 1
+        if not left:
+            launched.set()
+
+    for parameter in zero.computing.values():
+        parameter.register_post_accumulate_grad_hook(note)
+    is_launched: list[bool] = []
+    streams.current_stream().put("held", lambda: is_launched.append(launched.wait(PATIENCE_S)))
+    assert engine.step(batch).loss > 0
+    return is_launched
+
+
+def test_the_host_does_not_wait_for_gradients_on_their_way_home(server: ModelServer) -> None:
+    """Before, each micro-batch waited for the gradients of the one before it, block by block."""
+    assert server.run(_backward_beside_a_copy, 1, backend=BACKEND) == [[True]]

@@ -227,7 +227,7 @@ def test_evaluation_gives_the_local_outputs(server: ModelServer, form: str, num_
 # ---- fp16
 
 
-@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize("stages", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_fp16_skips_what_torch_skips(server: ModelServer, stages: bool) -> None:
     skipped, losses, scale, weights = test_precision.train_locally()
     ranks = server.run(on_device, 2, test_precision.train, stages, backend=BACKEND)

@@ -40,8 +40,27 @@ def server() -> Iterator[ModelServer]:
         yield found
 
 
-def _model() -> nn.Module:
+class Stack(nn.Module):
+    """Experts, each with its own part of the features: all parameters are stacks of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        size = WIDTH // NUM_EXPERTS
+        # larger and larger, so that no part has the norm of the whole
+        self.up = nn.Parameter(torch.randn(NUM_EXPERTS, size, size).mul_(SCALES[:, None, None]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bed,edf->bef", x.unflatten(1, (NUM_EXPERTS, -1)), self.up).flatten(1)
+
+
+NUM_EXPERTS = 2
+SCALES = torch.tensor([0.1, 3.0])
+
+
+def _model(is_stack: bool = False) -> nn.Module:
     torch.manual_seed(1)
+    if is_stack:
+        return Stack().double()
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
     return nn.Sequential(*layers).double()
 
@@ -88,6 +107,7 @@ class Row:
     config: dict[str, Any] = field(default_factory=dict)
     bad_steps: tuple[int, ...] = ()
     stages: int = 1
+    is_stack: bool = False
 
 
 ROWS = [
@@ -115,7 +135,7 @@ class Outcome:
 
 def _train_locally(row: Row) -> Outcome:
     """What local training does that leaves out steps with a loss that is not finite."""
-    model = _model()
+    model = _model(row.is_stack)
     optimizer = row.optimizer(model.parameters())
     scheduler = row.scheduler(optimizer) if row.scheduler is not None else None
     outcome = Outcome([], [], [], {})
@@ -202,26 +222,37 @@ def _adafactor(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(parameters, lr=0.05)
 
 
-def _train_split(_: None, config: dict[str, Any]) -> dict[str, Tensor]:
-    """Weights of a model whose products are cut over all ranks, under an optimizer that looks at
-    whole parameters: each has one owner that updates it.
+CLIP_AND_CONTINUE = {"clip_grad_norm": 0.1, "on_nonfinite": "continue"}
+"""updates that are never left out, of which the norm of all gradients is a number on the device"""
+IN_PIECES = [
+    Row("owners", _adafactor, None, CLIP_AND_CONTINUE),
+    Row("norms of the whole", _adafactor, None, CLIP_AND_CONTINUE, is_stack=True),
+]
+
+
+def _train_split(_: None, row: Row) -> tuple[wh.Plan, dict[str, Tensor]]:
+    """Plan and weights of a model whose products are cut over all ranks, under an optimizer that
+    looks at whole parameters.
     """
-    wh.init({"check_replicas": 0, **config})
-    model = _model()
-    wh.annotate(model, {"": wh.split(2)})
-    engine = wh.parallelize(model, _batch(0), optimizer=_adafactor, loss=_loss)
+    wh.init({"check_replicas": 0, **row.config})
+    model = _model(row.is_stack)
+    wh.annotate(model, {"": wh.split(2, grid=(1, 2, 1) if row.is_stack else None)})
+    engine = wh.parallelize(model, _batch(0), optimizer=row.optimizer, loss=_loss)
     for step in range(NUM_STEPS):
         engine.step(_batch(step))
-    return engine.full_state_dict()
+    return engine.plan, engine.full_state_dict()
 
 
-def test_owners_update_whole_parameters(server: ModelServer) -> None:
-    """An update that is never left out went by one call of the optimizer, without its owners:
-    parameters kept their first values.
+@pytest.mark.parametrize("row", IN_PIECES, ids=lambda row: row.name)
+def test_updates_in_pieces_are_not_one_call(server: ModelServer, row: Row) -> None:
+    """Updates that are never left out went by one call of the optimizer: without the owners of whole
+    parameters, which kept their first values, and without norms of the whole, so that each holder
+    of a stack took the norm of its part for them.
     """
-    config = {"clip_grad_norm": 0.1, "on_nonfinite": "continue"}
-    reference = _train_locally(Row("owners", _adafactor, None, config))
-    state = server.run(_train_split, 2, config, backend=BACKEND)[0]
+    reference = _train_locally(row)
+    plan, state = server.run(_train_split, 2, row, backend=BACKEND)[0]
+    assert plan.summed_norms == (("up",) if row.is_stack else ())
+    assert bool(plan.owners) is not row.is_stack
     for name, tensor in reference.weights.items():
         torch.testing.assert_close(state[name], tensor, rtol=EXACT, atol=EXACT)
 

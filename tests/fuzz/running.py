@@ -2,6 +2,7 @@
 
 python -m tests.fuzz.running --start 1000 --seconds 300       many seeds
 python -m tests.fuzz.running --start 1234 --count 1 --show    one seed again, with its source
+python -m tests.fuzz.running --timeout 600                    on a busy machine
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import torch
 from torch import nn
 
 import whale as wh
-from tests.exactness import Trace, compare, local_training
+from tests.exactness import EXACT_FLOAT64, Trace, compare, local_training
 from tests.fuzz.grammar import FuzzModel, make_batch, make_model
 from tests.fuzz.plans import FuzzPlan, make_plan
-from tests.ranks import ModelServer, RankError, preload
+from tests.ranks import PREPARE_TIMEOUT_S, ModelServer, RankError, preload
 from whale import api
 from whale.capture.batch import read_batch
 from whale.capture.prepare import CapturedModel
@@ -34,6 +35,11 @@ NUM_STEPS = 3
 NUM_PLANS = 3
 LEARNING_RATE = 0.05
 TIMEOUT_S = 60.0
+NUDGE = 1e-15
+"""of every weight, relative: about what rounding does in a step"""
+NUDGES_ALLOWED = 100.0
+MOST_ALLOWED = 1e-7
+"""however much a model makes of rounding"""
 
 
 @dataclass
@@ -77,7 +83,7 @@ def batches(plan: FuzzPlan) -> list[dict[str, torch.Tensor]]:
     return [make_batch(k, plan.batch_size - (k == plan.smaller_at)) for k in range(NUM_STEPS)]
 
 
-def train_locally(model: FuzzModel, plan: FuzzPlan) -> Trace:
+def train_locally(model: FuzzModel, plan: FuzzPlan, nudge: float = 0.0) -> Trace:
     config = dict(plan.config)
     most = config.get("clip_grad_norm")
 
@@ -91,7 +97,12 @@ def train_locally(model: FuzzModel, plan: FuzzPlan) -> Trace:
         return made
 
     number = config.get("num_micro_batch", 1) if model.is_stateful else 1
-    trace = local_training(build(model), batches(plan), None, make_optimizer, number)
+    module = build(model)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter.mul_(1 + nudge)
+    trace = local_training(module, batches(plan), None, make_optimizer, number)
     if most is not None:  # the engine gives gradients as the optimizer gets them
         torch.nn.utils.clip_grads_with_norm_(
             _with_gradients(trace), most, torch.nn.utils.get_total_norm(trace.gradients.values())
@@ -161,7 +172,9 @@ class Tally:
         )
 
 
-def try_seed(seed: int, tally: Tally, num_plans: int = NUM_PLANS) -> None:
+def try_seed(
+    seed: int, tally: Tally, num_plans: int = NUM_PLANS, timeout_s: float = TIMEOUT_S
+) -> None:
     """The model of this seed under some plans."""
     model = make_model(seed)
     try:
@@ -176,7 +189,7 @@ def try_seed(seed: int, tally: Tally, num_plans: int = NUM_PLANS) -> None:
     if not all(map(torch.isfinite, map(torch.tensor, reference.losses))):
         return
     try:
-        server = ModelServer(prepare, model)
+        server = ModelServer(prepare, model, timeout_s=max(timeout_s, PREPARE_TIMEOUT_S))
     except RankError as error:
         _note(error, f"seed {seed}, capture", model, tally)
         return
@@ -185,25 +198,47 @@ def try_seed(seed: int, tally: Tally, num_plans: int = NUM_PLANS) -> None:
             plan = make_plan(number, model)
             what = f"seed {seed}, plan {number}: {plan}"
             try:
-                _compare(server, model, plan)
+                _compare(server, model, plan, timeout_s)
                 tally.num_right += 1
             except (RankError, AssertionError) as error:
                 _note(error, what, model, tally)
 
 
-def _compare(server: ModelServer, model: FuzzModel, plan: FuzzPlan) -> None:
+def _compare(server: ModelServer, model: FuzzModel, plan: FuzzPlan, timeout_s: float) -> None:
     reference = server.run_local(_train_reference, plan)
-    results = server.run(train_on_rank, plan.num_ranks, plan, timeout_s=TIMEOUT_S)
+    results = server.run(train_on_rank, plan.num_ranks, plan, timeout_s=timeout_s)
     losses, gradients, state = results[0]
     for rank, (others, _, _) in enumerate(results):
         assert others == losses, f"rank {rank} saw other losses than rank 0"
     weights = {name: state[name] for name in reference.weights}
     buffers = {name: state[name] for name in reference.buffers or {}}
-    compare(reference, Trace(losses, gradients, weights, buffers))
+    trace = Trace(losses, gradients, weights, buffers)
+    try:
+        compare(reference, trace)
+    except AssertionError:
+        # some models make much of rounding: a division by almost nothing, the distance of equal rows
+        nudged = server.run_local(_train_reference, plan, NUDGE)
+        allowed = NUDGES_ALLOWED * _difference(reference, nudged)
+        if allowed <= EXACT_FLOAT64:
+            raise
+        compare(reference, trace, min(allowed, MOST_ALLOWED))
 
 
-def _train_reference(subject: Subject, plan: FuzzPlan) -> Trace:
-    return train_locally(subject.model, plan)
+def _difference(first: Trace, second: Trace) -> float:
+    """The largest difference of losses or weights, as a part of the largest of each."""
+    found = [_relative(torch.tensor(first.losses), torch.tensor(second.losses))]
+    for name, weight in first.weights.items():
+        if weight.numel():
+            found.append(_relative(weight, second.weights[name]))
+    return max(found)
+
+
+def _relative(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first - second).abs().max() / first.abs().max().clamp_min(1e-300))
+
+
+def _train_reference(subject: Subject, plan: FuzzPlan, nudge: float = 0.0) -> Trace:
+    return train_locally(subject.model, plan, nudge)
 
 
 def _note(error: Exception, what: str, model: FuzzModel, tally: Tally) -> None:
@@ -220,6 +255,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--plans", type=int, default=NUM_PLANS)
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds of one case")
     parser.add_argument("--show", action="store_true", help="print source and refusals")
     options = parser.parse_args()
     tally = Tally()
@@ -230,7 +266,7 @@ def main() -> None:
         seen = len(tally.finds)
         if options.show:
             print(make_model(seed).source)
-        try_seed(seed, tally, options.plans)
+        try_seed(seed, tally, options.plans, options.timeout)
         for find in tally.finds[seen:]:
             print("=" * 100, find, sep="\n", flush=True)
     print("=" * 100)

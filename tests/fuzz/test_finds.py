@@ -127,3 +127,85 @@ def test_running_statistics_of_a_batch_norm_that_nobody_reads(beside: str) -> No
     local(torch.randn(8, 4, dtype=torch.float64))
     for name, value in local.named_buffers():
         torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-14)
+
+
+class Sorting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return self.layer(x + hidden.argsort(-1)).square().mean()
+
+
+class OnlySorted(nn.Module):
+    """The last stage reads what the first one computes, but no gradient comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 6, dtype=torch.float64)
+        self.last = Sorting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x, self.first(x))
+
+
+def train_sorted(schedule: str | None) -> dict[str, Tensor]:
+    wh.init({"num_micro_batch": 2, "schedule": schedule} if schedule else {})
+    model = OnlySorted()
+    if schedule:
+        wh.annotate(model, {"first": wh.replicate(1), "last": wh.replicate(1)})
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    engine = wh.parallelize(model, x, optimizer=lambda pairs: torch.optim.AdamW(pairs, lr=0.1))
+    engine.step(x)
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zero-bubble"])
+def test_weights_without_a_gradient_stay_as_they_are(schedule: str | None) -> None:
+    """They got a gradient of zeros from the next stage, and AdamW its weight decay (seed 700017)."""
+    state, *_ = run_ranks(train_sorted, 2 if schedule else 1, schedule)
+    local = OnlySorted()
+    for name, value in local.first.state_dict(prefix="first.").items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=0)
+    assert not torch.equal(state["last.layer.weight"], local.last.layer.weight)
+
+
+class Stacked(nn.Module):
+    """Joins the batch to itself under another name of `cat`, and takes the second half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 6, dtype=torch.float64)
+        self.middle = nn.Sequential(Doubled(), nn.Linear(6, 6, dtype=torch.float64))
+        self.last = nn.Linear(6, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x))))).square().mean()
+
+
+class Doubled(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.vstack([hidden, hidden])[-hidden.shape[0] :]
+
+
+def loss_of_stacked() -> float:
+    wh.init({"num_micro_batch": 1})
+    model = Stacked()
+    marks = {"first": wh.replicate(1), "middle": wh.split(2, (1, 1, 2)), "last": wh.replicate(1)}
+    wh.annotate(model, marks)
+    engine = wh.parallelize(model, stacked_batch(), optimizer=torch.optim.AdamW)
+    return float(engine.step(stacked_batch()).loss)
+
+
+def stacked_batch() -> Tensor:
+    return torch.randn(9, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_vstack_of_samples_on_a_grid() -> None:
+    """Nothing knew its order of rows, and each device took other ones than its own (seed 5150)."""
+    expected = Stacked()(stacked_batch()).item()
+    for loss in run_ranks(loss_of_stacked, 4):
+        assert abs(loss - expected) < 1e-12

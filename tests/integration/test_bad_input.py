@@ -1,4 +1,4 @@
-"""Mistakes of a user, each with its message: what was wrong, the number, and the way out. None
+"""Mistakes of a user, each with its message: what was wrong, the number, and what to try. None
 hangs, none is ignored.
 """
 
@@ -256,7 +256,7 @@ PICKS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
 
 @pytest.mark.parametrize("name", PICKS)
 def test_split_around_an_operation_whose_shape_depends_on_data(name: str) -> None:
-    pick, operation, way_out = PICKS[name]
+    pick, operation, advice = PICKS[name]
 
     class Picks(Net):
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ def test_split_around_an_operation_whose_shape_depends_on_data(name: str) -> Non
         message,
         f"the shape of {operation} depends on what the tensors hold",
         f"test_bad_input.py:{line}",
-        way_out,
+        advice,
     )
 
 

@@ -43,7 +43,7 @@ def fresh_session() -> Iterator[None]:
 # -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_decision_on_the_data_names_its_line_and_the_way_out() -> None:
+def test_a_decision_on_the_data_names_its_line_and_what_to_try() -> None:
     message = message_of(lambda: wh.parallelize(Decides(), make_batch(), optimizer=sgd))
     number = Decides.forward.__code__.co_firstlineno + 1
     assert_says(message, f"refused.py:{number}", "if x.sum() > 0:", "torch.where")

@@ -1,4 +1,4 @@
-"""What Whale cannot run exactly it refuses, by name, with the line and the way out. What it can
+"""What Whale cannot run exactly it refuses, by name, with the line and what to try. What it can
 run, it runs exactly.
 """
 
@@ -195,12 +195,12 @@ LOST = [
 
 
 @pytest.mark.parametrize("given", ["real weights", "builder", "meta", "plan of a builder"])
-@pytest.mark.parametrize(("build", "name", "line", "way_out"), LOST)
+@pytest.mark.parametrize(("build", "name", "line", "advice"), LOST)
 def test_changed_gradients_are_refused(
-    build: type[Net], name: str, line: str, way_out: str, given: str
+    build: type[Net], name: str, line: str, advice: str, given: str
 ) -> None:
     batch = vectors(0, BATCH_SIZE).float()
-    with pytest.raises(ValueError, match=re.escape(way_out)) as caught:
+    with pytest.raises(ValueError, match=re.escape(advice)) as caught:
         if given == "plan of a builder":
             wh.plan(build, batch, cluster=2)
         elif given == "meta":
@@ -363,8 +363,8 @@ def test_the_line_of_a_loss_function_is_named() -> None:
 
 
 def test_contrastive_loss_is_refused_on_two_devices(server: ModelServer) -> None:
-    """Its logits are batch x batch: no sum can be shared. One device with one micro-batch is the
-    way out.
+    """Its logits are batch x batch: no sum can be shared. One device with one micro-batch is
+    what to try.
     """
     with pytest.raises(RankError) as caught:
         server.run(train, 2, "contrastive", DATA_PARALLEL)
@@ -374,7 +374,7 @@ def test_contrastive_loss_is_refused_on_two_devices(server: ModelServer) -> None
         and LINES["contrastive"] in message
         and '"loss_per_micro_batch": true' in message
     )
-    # "num_micro_batch" is 1 here already, so that alone is no way out
+    # "num_micro_batch" is 1 here already, so that alone does not help
     assert "one device" in message
 
 

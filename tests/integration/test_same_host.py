@@ -22,7 +22,7 @@ from tests.ranks import RankError, preload, run_ranks
 from whale.distributed import same_host, same_host_collectives
 from whale.distributed.message import NUM_EPOCHS, Message
 from whale.distributed.ranks import Ranks
-from whale.distributed.same_host import RING_BYTES, RING_START, Incoming, Outgoing
+from whale.distributed.same_host import RING_BYTES, RING_START, IncomingRing, OutgoingRing
 from whale.distributed.transport import Transport
 
 preload("tests.integration.test_same_host")
@@ -136,12 +136,12 @@ def on_two_hosts() -> int:
 
 
 def exchanges(num_passes: int, reads: bool) -> tuple[bool, list[list[list[float]]]]:
-    """(through memory, what this rank was told in each pass); a pass that is never read is over
+    """(through memory, what this rank gathered in each pass); a pass that is never read is over
     before the next.
     """
     ranks = Ranks("cpu")
     transport = Transport(ranks, [(0, 1)])
-    told = []
+    gathered = []
     finish = None
     for number in range(num_passes):
         transport.begin()
@@ -149,17 +149,17 @@ def exchanges(num_passes: int, reads: bool) -> tuple[bool, list[list[list[float]
         if finish is None:
             return False, []
         if reads or number == num_passes - 1:
-            told.append(finish().tolist())
-    assert finish is not None and finish().tolist() == told[-1]  # as often as one likes
-    return True, told
+            gathered.append(finish().tolist())
+    assert finish is not None and finish().tolist() == gathered[-1]  # as often as one likes
+    return True, gathered
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["read at once", "only the last is read"])
-def test_every_rank_is_told_the_numbers_of_all(reads: bool) -> None:
+def test_every_rank_gathers_the_numbers_of_all(reads: bool) -> None:
     """Three ranks, of which only two send each other anything else."""
-    for through_memory, told in run_ranks(exchanges, 3, 1000, reads):
+    for through_memory, gathered in run_ranks(exchanges, 3, 1000, reads):
         assert through_memory
-        assert told == [
+        assert gathered == [
             [[number, 0.0], [number, 10.0], [number, 20.0]]
             for number in (range(1000) if reads else [999])
         ]
@@ -270,8 +270,8 @@ def touched_bytes(enough_bytes: int) -> int:
         mmap.mmap(-1, RING_START + RING_BYTES),
         cast(dist.ProcessGroup, None),
     )  # there is always room
-    outgoing = Outgoing(first, ring, group, 1)
-    incoming = Incoming(second, ring, group, 0, {})
+    outgoing = OutgoingRing(first, ring, group, 1)
+    incoming = IncomingRing(second, ring, group, 0, {})
     part = torch.ones(65_536, dtype=torch.uint8)
     buffer = torch.zeros(65_536, dtype=torch.uint8)
     num_parts = 2 * RING_BYTES // part.nbytes
@@ -301,15 +301,15 @@ def sums_with_full_rings() -> list[bool]:
     message = Message(1 - ranks.rank, 0, ())
     transport.begin()
     transport.send(content(ranks.rank, 80_000), message)
-    told = transport.collectives.all_gather(content(ranks.rank, 20_000), None)
+    gathered = transport.collectives.all_gather(content(ranks.rank, 20_000), None)
     tensor = numbers(ranks.rank, 50_000, torch.float32)
     transport.collectives.all_reduce(tensor, (0, 1))
     buffer = torch.zeros(80_000, dtype=torch.uint8)
     transport.wait(transport.post(buffer, message, "a message"))
     ranks.gather(None)
-    assert told is not None
+    assert gathered is not None
     return [
-        torch.equal(told, torch.stack([content(0, 20_000), content(1, 20_000)])),
+        torch.equal(gathered, torch.stack([content(0, 20_000), content(1, 20_000)])),
         torch.equal(tensor, numbers(0, 50_000, torch.float32) + numbers(1, 50_000, torch.float32)),
         torch.equal(buffer, content(1 - ranks.rank, 80_000)),
     ]
@@ -320,7 +320,7 @@ def test_two_ranks_with_full_rings_do_not_wait_for_each_other() -> None:
 
 
 def after_a_failed_pass() -> list[list[float]]:
-    """What is told in a pass, after one in which the ranks told each other values of
+    """What is gathered in a pass, after one in which the ranks gathered values of
     unlike sizes.
     """
     ranks = Ranks("cpu")
@@ -369,7 +369,7 @@ def test_a_peer_that_dies_before_an_all_reduce_is_named() -> None:
     assert "Rank 1" in message or waited in message
 
 
-def told(sizes: list[int]) -> list[bool]:
+def gathered(sizes: list[int]) -> list[bool]:
     """Among three ranks and between two of them, in another order than that of their ranks."""
     ranks = Ranks("cpu")
     transport = Transport(ranks, [])
@@ -391,8 +391,8 @@ def told(sizes: list[int]) -> list[bool]:
     return right
 
 
-def test_everyone_is_told_the_values_of_a_group_in_its_order() -> None:
-    assert run_ranks(told, 3, [0, 3, 600, 70_000]) == [[True] * 8, [True] * 4, [True] * 8]
+def test_everyone_gathers_the_values_of_a_group_in_its_order() -> None:
+    assert run_ranks(gathered, 3, [0, 3, 600, 70_000]) == [[True] * 8, [True] * 4, [True] * 8]
 
 
 def dropped() -> bool:

@@ -1,5 +1,5 @@
 """Batches with too little in them: no label that counts, fewer samples than devices. The message
-says what is wrong and the way out.
+says what is wrong and what to try.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The bytes that a plan prints for a stage on a grid are those that its devices send: exchanges,
-and numbers told inside operations.
+and numbers exchanged inside operations.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 def count() -> tuple[int, float, Counter[str]]:
     """Bytes that this rank sent in a step, those of the plan, and the operations inside of which it
-    told others numbers.
+    exchanged numbers.
     """
     os.environ["WHALE_HOST"] = HOST
     torch.manual_seed(0)
@@ -69,16 +69,18 @@ def count() -> tuple[int, float, Counter[str]]:
     sent.reset()
     engine.step(batch)
     (sharding,) = engine.plan.shardings
-    told = Counter(each.what.split(": ")[1] for each in sharding.operations if each.exchanged_bytes)
+    exchanging = Counter(
+        each.what.split(": ")[1] for each in sharding.operations if each.exchanged_bytes
+    )
     return (
         sent.num_bytes,
         sharding.sent_bytes + sum(each.exchanged_bytes for each in sharding.operations),
-        told,
+        exchanging,
     )
 
 
 @pytest.mark.slow
 def test_devices_send_what_the_plan_says() -> None:
-    for counted, planned, told in run_ranks(count, 4):
+    for counted, planned, exchanging in run_ranks(count, 4):
         assert counted == planned
-        assert told == {"layer_norm": 1, "rms_norm": 1, "softmax": 1, "cross_entropy_loss": 2}
+        assert exchanging == {"layer_norm": 1, "rms_norm": 1, "softmax": 1, "cross_entropy_loss": 2}

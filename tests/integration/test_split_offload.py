@@ -34,6 +34,10 @@ OPTIMIZERS = {
     "adamw": lambda pairs: torch.optim.AdamW(pairs, lr=0.01),
     "adafactor": lambda pairs: torch.optim.Adafactor(pairs, lr=0.01, eps=(EPS1, 1e-3)),
 }
+EXPERTS = {"mixture": (8, 24), "few experts": (2, 24), "few small experts": (2, 2)}
+"""of the models with experts: how many, and their features. Few are cut inside of their matrices, but
+for small ones, of which some devices hold none
+"""
 HOST = {"optimizer": "host", "weights": "host", "gradients": "host"}
 DISK = {"optimizer": "disk", "weights": "disk", "gradients": "disk"}
 
@@ -59,8 +63,9 @@ def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "layers":
         return Layers().double()
-    config = M6MoEConfig.tiny(num_experts=8)
-    return M6MoE(dataclasses.replace(config, width=16, expert_features=24)).double()
+    number, features = EXPERTS[name]
+    config = M6MoEConfig.tiny(num_experts=number)
+    return M6MoE(dataclasses.replace(config, width=16, expert_features=features)).double()
 
 
 def batch(name: str, step: int) -> dict[str, Tensor]:
@@ -96,13 +101,13 @@ def train(case: Case, folder: str) -> tuple[Any, ...]:
             {
                 "num_micro_batch": 2,
                 **case.config,
-                "offload": dict(case.offload),
+                "offload": dict(case.offload) or False,
                 "run_folder": folder,
             }
         )
         model = build(case.model)
         marks = {"*": wh.split(math.prod(case.grid), grid=case.grid)}
-        if case.model == "mixture":
+        if case.model in EXPERTS:
             wh.set_default_strategy(wh.replicate(math.prod(case.grid)))
             marks = {"*.experts": wh.split(math.prod(case.grid), grid=case.grid)}
         engine = wh.parallelize(
@@ -141,6 +146,9 @@ SLOW = [
     Case("mixture", "adamw", DISK, (1, 4, 1)),
     Case("mixture", "adafactor", HOST, (1, 4, 1), config={"recompute": True}),
     Case("mixture", "adafactor", {"optimizer": "host"}, (1, 4, 1)),
+    Case("few experts", "adafactor", {}, (1, 3, 1), 3),
+    Case("few small experts", "adafactor", {}, (1, 3, 1), 3),
+    Case("few small experts", "adafactor", HOST, (1, 4, 1)),
 ]
 CASES = [
     Case("layers", "adamw", HOST, (1, 2, 1), 2),

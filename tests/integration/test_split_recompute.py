@@ -121,7 +121,7 @@ def needed(plan: wh.Plan) -> float:
 
 
 def test_memory_decides_what_is_kept() -> None:
-    """With less and less room: everything kept, gathered again, computed again; refused at last.
+    """With less and less memory: everything saved, gathered again, recomputed; refused at last.
     Each takes more time.
     """
     free = plan_with(10**12, recompute=False)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from whale.checkpoint import (
     AsyncSaver,
-    Part,
     Reader,
     Target,
+    TensorPart,
     finish,
     take_snapshot,
     write_rank,
@@ -23,7 +23,7 @@ from whale.checkpoint import (
 SECOND = 1.0  # time-out of tests that wait for a rank that never comes
 
 
-def cut(tensor: Tensor, num_ranks: int, dim: int) -> list[tuple[Tensor, Part]]:
+def cut(tensor: Tensor, num_ranks: int, dim: int) -> list[tuple[Tensor, TensorPart]]:
     """`tensor` in `num_ranks` parts along `dim`, uneven when it does not divide."""
     bounds = [round(place * tensor.shape[dim] / num_ranks) for place in range(num_ranks + 1)]
     parts = []
@@ -31,7 +31,9 @@ def cut(tensor: Tensor, num_ranks: int, dim: int) -> list[tuple[Tensor, Part]]:
         ranges = tuple(
             (start, stop) if each == dim else (0, size) for each, size in enumerate(tensor.shape)
         )
-        parts.append((tensor.narrow(dim, start, stop - start), Part(tuple(tensor.shape), ranges)))
+        parts.append(
+            (tensor.narrow(dim, start, stop - start), TensorPart(tuple(tensor.shape), ranges))
+        )
     return parts
 
 
@@ -62,7 +64,7 @@ def save_cut(
     """Saves `tensors` from `num_ranks` ranks, all but the small ones cut along `dim`."""
     target = Target(folder, step, save_id)
     pieces: list[dict[str, Tensor]] = [{} for _ in range(num_ranks)]
-    parts: list[dict[str, Part]] = [{} for _ in range(num_ranks)]
+    parts: list[dict[str, TensorPart]] = [{} for _ in range(num_ranks)]
     for place, (name, tensor) in enumerate(tensors.items()):
         if tensor.dim() > dim and tensor.shape[dim] >= num_ranks:
             for rank, (piece, part) in enumerate(cut(tensor, num_ranks, dim)):

@@ -164,7 +164,7 @@ def test_shares_follow_speed_and_stop_at_memory() -> None:
         sum(s) for s in samples_by_rank(plan_of(devices(10**9, 10**9, rates=(3e12, 1e12))))
     ] == [12, 4]
     free = plan_of(devices(10**9, 10**9, rates=(3e12, 1e12))).memory[0]
-    tight = int(free.static_bytes + 9.5 * free.sample_bytes)  # room for 9
+    tight = int(free.static_bytes + 9.5 * free.sample_bytes)  # memory for 9
     plan = plan_of(devices(tight, 10**9, rates=(3e12, 1e12)))
     assert [sum(s) for s in samples_by_rank(plan)] == [9, 7]
     why = next(decision.why for decision in plan.decisions if decision.what == "samples by rank")
@@ -278,9 +278,11 @@ def test_only_what_was_tried_is_said_to_be_tried() -> None:
         )  # without stages there is no number of devices that could help
 
 
-def test_every_way_out_works_and_one_less_does_not() -> None:
+def test_every_advice_works_and_one_less_does_not() -> None:
     free = plan_of(devices(10**9, 10**9)).memory[0]
-    memory = int(free.static_bytes + 5.5 * free.sample_bytes)  # room for 5 of the 8 samples of each
+    memory = int(
+        free.static_bytes + 5.5 * free.sample_bytes
+    )  # memory for 5 of the 8 samples of each
     with pytest.raises(
         DoesNotFit, match=r"a micro-batch of 16 samples does not fit: rank 0 .k0. has memory for 5"
     ) as error:
@@ -303,7 +305,7 @@ def test_every_way_out_works_and_one_less_does_not() -> None:
 
 
 def test_devices_beside_one_that_was_alone_are_counted_with_buckets_on_all() -> None:
-    """Where gradients are summed with others, a device has less room than alone."""
+    """Where gradients are summed with others, a device has less free memory than alone."""
     free = plan_of(devices(10**9), 260).memory[0]
     memory = int(free.static_bytes + free.gradient_bytes + 110 * free.sample_bytes)
     with pytest.raises(DoesNotFit) as error:
@@ -316,14 +318,16 @@ def test_devices_beside_one_that_was_alone_are_counted_with_buckets_on_all() -> 
 
 
 @pytest.mark.parametrize(
-    ("room", "refusal"),
+    ("fraction", "refusal"),
     [(0.9, "a micro-batch of 256 samples does not fit"), (0.35, "no cut into 2 stages fits")],
 )
-def test_every_way_out_of_a_pipeline_works_and_one_less_does_not(room: float, refusal: str) -> None:
-    """2 stages x 2 replicas with room for a part of their samples."""
+def test_every_advice_for_a_pipeline_works_and_one_less_does_not(
+    fraction: float, refusal: str
+) -> None:
+    """2 stages x 2 replicas with memory for a part of their samples."""
     shape = {"num_micro_batch": 2, "num_task_graph": 2}
     free = plan_of(devices(*[10**9] * 4), 512, **shape).memory[0]
-    memory = int(free.static_bytes + room * 128 * free.sample_bytes)
+    memory = int(free.static_bytes + fraction * 128 * free.sample_bytes)
     with pytest.raises(DoesNotFit, match=f"{refusal}.* Try: ") as error:
         plan_of(devices(*[memory] * 4), 512, **shape)
     text = str(error.value)
@@ -333,7 +337,7 @@ def test_every_way_out_of_a_pipeline_works_and_one_less_does_not(room: float, re
     assert (
         micro_batches is not None
         and batch is not None
-        and ('"recompute": "auto"' in text, more is not None) == (room > 0.5, room > 0.5)
+        and ('"recompute": "auto"' in text, more is not None) == (fraction > 0.5, fraction > 0.5)
     )
     trials: list[Callable[[int], Plan]] = [  # by how much less than offered
         lambda less: plan_of(
@@ -392,7 +396,7 @@ def test_cuts_of_a_wave_count_messages_where_they_are() -> None:
 
 
 def test_cuts_follow_memory() -> None:
-    """Equal speed, but the first device has room for two layers only."""
+    """Equal speed, but the first device has memory for two layers only."""
     layer = (WIDTH * WIDTH + WIDTH) * 4 * 4  # with gradient and two states
     plan = plan_of(
         devices(int(2.9 * layer), 10**9), batch_size=2, num_micro_batch=2, num_task_graph=2

@@ -1,4 +1,4 @@
-"""`explain`: each way to fail names the module, the line and the way out."""
+"""`explain`: each way to fail names the module, the line and what to try."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def marked_line(step: Callable[[Tensor], Tensor]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("step", "wrong", "way_out"),
+    ("step", "wrong", "wanted"),
     [
         (branch, "Python needs the value of a tensor", "torch.where"),
         (item_as_size, "becomes a Python integer", "keep it a tensor"),
@@ -125,8 +125,8 @@ def marked_line(step: Callable[[Tensor], Tensor]) -> int:
         (other_device, "two devices", "device=x.device"),
     ],
 )
-def test_names_module_line_and_way_out(
-    step: Callable[[Tensor], Tensor], wrong: str, way_out: str
+def test_names_module_line_and_what_to_try(
+    step: Callable[[Tensor], Tensor], wrong: str, wanted: str
 ) -> None:
     explained, original = failed(Net(step))
     message = str(explained)
@@ -138,7 +138,7 @@ def test_names_module_line_and_way_out(
         f"`{inspect.getsource(inspect.getmodule(step)).splitlines()[number - 1].strip()}`" in where
     )
     assert wrong in what
-    assert way_out in advice
+    assert wanted in advice
     assert explained.__cause__ is original
 
 

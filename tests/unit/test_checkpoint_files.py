@@ -24,8 +24,8 @@ from torch import Tensor
 from tests.unit.checkpoints import assert_same, cut, example, save_cut
 from whale.checkpoint import (
     CheckpointError,
-    Part,
     Reader,
+    TensorPart,
     assign_writers,
     find_checkpoints,
     take_snapshot,
@@ -133,7 +133,7 @@ def test_a_snapshot_does_not_change_with_training() -> None:
 
 def test_a_part_of_the_wrong_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"w has shape \[4\], but its part is"):
-        take_snapshot({"w": torch.ones(4)}, parts={"w": Part((8,), ((2, 8),))})
+        take_snapshot({"w": torch.ones(4)}, parts={"w": TensorPart((8,), ((2, 8),))})
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ from tests.unit.checkpoints import SECOND, assert_same, cut, read_all, save_cut,
 from whale.checkpoint import (
     AsyncSaver,
     CheckpointError,
-    Part,
     Reader,
     Snapshot,
     Target,
+    TensorPart,
     export_safetensors,
     find_checkpoints,
     finish,
@@ -382,7 +382,9 @@ def test_ranks_that_do_not_fit_together_are_found_when_saving(
     for rank, ranges in enumerate((first, second)):
         size = ranges[0][1] - ranges[0][0]
         write_rank(
-            target, rank, take_snapshot({"x": torch.ones(size)}, parts={"x": Part((4,), ranges)})
+            target,
+            rank,
+            take_snapshot({"x": torch.ones(size)}, parts={"x": TensorPart((4,), ranges)}),
         )
     with pytest.raises(CheckpointError, match=f"'x' is wrong: .*{message}"):
         finish(target, 2, {})

@@ -249,7 +249,7 @@ def test_the_memory_cases_are_of_all_sorts() -> None:
 
 
 def test_4000_positions_16_stages_tight_memory() -> None:
-    """Against a bound by hand: equal operations, 3 of 16 stages with a third of the room of the
+    """Against a bound by hand: equal operations, 3 of 16 stages with a third of the memory of the
     others.
     """
     size = 4000

@@ -15,7 +15,7 @@ from torch.fx import Node
 import whale as wh
 from whale import api
 from whale.capture.batch import digest, read_batch
-from whale.capture.checks import _Reader
+from whale.capture.check_runs import GraphReader
 from whale.capture.prepare import CapturedModel
 from whale.checkpoint.errors import CheckpointError
 from whale.checkpoint.pretrained import export_safetensors
@@ -76,7 +76,7 @@ def test_values_that_carry_a_gradient_are_marked(dtype: torch.dtype) -> None:
     captured = prepare(model, x).captured
     differentiated = set()
 
-    class Watching(_Reader):
+    class Watching(GraphReader):
         def run_node(self, n: Node) -> object:
             result = super().run_node(n)
             if isinstance(result, Tensor) and result.requires_grad:

@@ -195,3 +195,13 @@ def test_a_file_of_layer_times_beside_the_cluster_file(tmp_path: Path) -> None:
     beside(path).write_text("layers: [{modules: [h], kind: T4, times: [[0, 1, 2, 3]]}]")
     with pytest.raises(ValueError, match=r"layers\.0\.times\.0\.0: input should be greater"):
         load_layer_times(beside(path))
+
+
+@pytest.mark.parametrize("written, said", [(".inf", "not inf"), ("yes", "not true")])
+def test_a_layer_time_that_is_no_finite_number_is_refused(
+    tmp_path: Path, written: str, said: str
+) -> None:
+    path = tmp_path / "cluster.layers.yaml"
+    path.write_text(f"layers: [{{modules: [h], kind: T4, times: [[1, 1, {written}, 3]]}}]")
+    with pytest.raises(ValueError, match=rf"layers\.0\.times\.0\.2: .* {said}"):
+        load_layer_times(path)

@@ -23,7 +23,7 @@ from whale.cluster.kinds import DeviceKind
 from whale.config import Config
 from whale.distributed.message import Message, MessagePiece
 from whale.emulation.links import NetworkCards
-from whale.emulation.memory import EmulatedOutOfMemory, Memory, state_per_weight
+from whale.emulation.memory import EmulatedMemory, EmulatedOutOfMemory, state_per_weight
 from whale.emulation.pace import SHORTEST_S, Pace, stretch_factor
 from whale.emulation.settings import RANK_BYTES, most_ranks
 from whale.emulation.stub import make_stub
@@ -96,7 +96,7 @@ def test_the_ring_takes_the_time_of_its_slowest_link() -> None:
     assert ring_s(80, [fast], 1) == 0
 
 
-def small_memory(room: int = 1000) -> Memory:
+def small_memory(capacity_bytes: int = 1000) -> EmulatedMemory:
     memory = ActionMemory(
         saved=Bytes(10.0, 50.0), weight_gradient=Bytes(30.0), workspace=Bytes(5.0)
     )
@@ -108,15 +108,17 @@ def small_memory(room: int = 1000) -> Memory:
         states,
         network,
         update_s=(0.0,),
-        memory_bytes=(room,),
+        memory_bytes=(capacity_bytes,),
         optimizer_ratio=2.0,
         batch_bytes=7,
     )
-    kind = DeviceKind("mouse", 1e12, room, 1e11)
-    return Memory(Device(3, "cellar", 0, kind), figures, (0,), shared_bytes=0, bucket_bytes=0)
+    kind = DeviceKind("mouse", 1e12, capacity_bytes, 1e11)
+    return EmulatedMemory(
+        Device(3, "cellar", 0, kind), figures, (0,), shared_bytes=0, bucket_bytes=0
+    )
 
 
-def note(memory: Memory, action: Action, num_samples: int) -> None:
+def note(memory: EmulatedMemory, action: Action, num_samples: int) -> None:
     memory.start(action, num_samples)
     memory.end(action, num_samples)
 
@@ -136,7 +138,7 @@ def test_memory_is_taken_and_given_back_action_by_action() -> None:
     memory.start(Action(Kind.INPUT, 0, 0), 4)
     assert (
         memory.used["activations"] == 180 + 20 and memory.used["gradients"] == 0
-    )  # with room to work
+    )  # with workspace
     memory.end(Action(Kind.INPUT, 0, 0), 4)
     assert (
         memory.used["activations"] == 90 + 4 * 30
@@ -152,7 +154,7 @@ def test_an_update_takes_what_the_simulation_counts() -> None:
     """Its own stage has 40 bytes beside the samples; another, that holds a part of the same
     weights, is on another device.
     """
-    memory = small_memory(room=1047)
+    memory = small_memory(capacity_bytes=1047)
     stages = (
         replace(memory.figures.stages[0], gradient_workspace_bytes=40.0),
         replace(memory.figures.stages[0], gradient_workspace_bytes=900.0),
@@ -175,7 +177,7 @@ def test_an_update_takes_what_the_simulation_counts() -> None:
 
 
 def test_an_over_full_device_names_rank_action_class_and_numbers() -> None:
-    memory = small_memory(room=450)
+    memory = small_memory(capacity_bytes=450)
     memory.place_weights()
     note(memory, forward(0, 0), 4)
     with pytest.raises(torch.OutOfMemoryError) as error:  # what a real device raises
@@ -189,7 +191,7 @@ def test_an_over_full_device_names_rank_action_class_and_numbers() -> None:
     with pytest.raises(EmulatedOutOfMemory, match=r"at B0\.0: gradients need 200 B more"):
         note(memory, backward(0, 0), 4)
     with pytest.raises(EmulatedOutOfMemory, match="at the start: weights need 300 B more"):
-        small_memory(room=100).place_weights()
+        small_memory(capacity_bytes=100).place_weights()
 
 
 @pytest.mark.parametrize(

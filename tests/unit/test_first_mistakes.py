@@ -112,7 +112,7 @@ def test_a_misspelt_argument_is_refused() -> None:
         )
 
 
-# ---- refusals with a way out
+# ---- refusals with advice
 
 
 def of_pair(loss: Callable[[Any, Any], Tensor]) -> None:
@@ -294,7 +294,7 @@ def test_the_loader_says_what_it_needs_and_what_it_is_for() -> None:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_says_what_is_wrong_and_the_way_out(mistake: str) -> None:
+def test_says_what_is_wrong_and_what_to_try(mistake: str) -> None:
     make, message = MISTAKES[mistake]
     wh.init()
     with pytest.raises(ValueError, match=message):

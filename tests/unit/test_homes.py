@@ -9,7 +9,10 @@ import contextlib
 import copy
 import subprocess
 import tempfile
+import threading
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +22,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import whale as wh
+from whale.config import RUN_FOLDER_VARIABLE
 from whale.devices import LocalDevice
 from whale.plans.blocks import slots_of
 from whale.runtime import activations as activations_module
 from whale.runtime.activations import Activations, BackwardOrder
-from whale.runtime.homes import HomeMaker, Homes
+from whale.runtime.homes import BlockHomes, HomeMaker
 from whale.runtime.offloaded_states import OffloadedStates, StateBlock
 from whale.runtime.residence import Pool, Residence
 from whale.runtime.spill import SPILL, SpillError, SpillFolder
@@ -56,7 +61,7 @@ def test_every_use_finds_what_was_written_last(data: st.DataObject) -> None:
         for block, home in enumerate(homes):
             expected.append(torch.full((sizes[block],), float(block), dtype=torch.float64))
             home.begin_store(block, expected[block]).wait()
-        residence = Residence(pool, Homes(homes))
+        residence = Residence(pool, BlockHomes(homes))
         residence.begin([(block,) for block in announced or [use[0] for use in uses]])
         for step, (block, writes) in enumerate(uses):
             residence.need(block)
@@ -228,6 +233,22 @@ def test_a_tensor_that_is_written_to_after_it_was_saved_is_refused(tmp_path: Pat
 # ---- files
 
 
+@pytest.mark.parametrize("what", ["gradients", "optimizer"])
+def test_a_disk_without_a_folder_is_refused_before_the_first_step(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, gradients were refused in the first backward, on accelerators by a thread of torch."""
+    monkeypatch.delenv(RUN_FOLDER_VARIABLE, raising=False)
+    wh.init({"offload": {"weights": "host", "optimizer": "host", what: "disk"}})
+    with pytest.raises(ValueError, match="needs a folder for its files"):
+        wh.parallelize(
+            nn.Linear(3, 3),
+            torch.ones(4, 3),
+            optimizer=torch.optim.AdamW,
+            loss=lambda output, batch: output.mean(),
+        )
+
+
 def test_files_of_an_earlier_run_are_removed_unread(tmp_path: Path) -> None:
     for rank in range(3):
         left = tmp_path / SPILL / f"rank-{rank}"
@@ -301,3 +322,37 @@ def test_a_full_disk_is_named_with_its_numbers(small_disk: Path) -> None:
     buffer = torch.zeros(2048)
     home.begin_fetch(0, buffer).wait()
     assert bool((buffer == 1).all()), "what was there before is damaged"
+
+
+class HoldingThread:
+    """A thread that holds what it was called with for ever: it does not run again."""
+
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+
+    def submit(self, call: Any, *args: Any) -> Future[Any]:
+        self.held.append(args)
+        done: Future[Any] = Future()
+        done.set_result(call(*args))
+        return done
+
+
+def test_what_was_copied_is_freed_by_those_who_wait_for_it(tmp_path: Path) -> None:
+    """Else the states of a block stay until the thread that copied them runs again."""
+    home = maker_in(tmp_path).home("disk")
+    home._thread = HoldingThread()  # type: ignore[attr-defined]
+    piece = torch.ones(32, dtype=torch.uint8)
+    gone = weakref.ref(piece)
+    home.begin_store_pieces(0, [(0, piece)], 32).wait()
+    del piece
+    assert gone() is None
+    assert home.where(0).tolist() == [1] * 32
+
+
+def test_a_closed_home_leaves_no_thread_behind(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    maker = maker_in(tmp_path, "closed")
+    maker.home("disk").begin_store(0, torch.ones(4)).wait()
+    assert set(threading.enumerate()) - before
+    maker.close()
+    assert not set(threading.enumerate()) - before

@@ -22,7 +22,7 @@ from whale.dtypes import is_differentiable
 from whale.operations.flops import Value
 from whale.operations.nodes import op_name
 from whale.operations.operation import Operation, Shapes
-from whale.operations.row import PARTIAL, TABLE, Dims
+from whale.operations.row import PARTIAL, SAME, TABLE, Dims
 from whale.operations.table import EXPANDS, SPLITS, VIEWS, is_random, row_of
 from whale.sharding.options import options_of
 
@@ -78,8 +78,40 @@ def examples() -> list[tuple[Any, ...]]:
         (aten.triu.default, (square, 1)),
         (aten.cov.default, (T(3, 6),)),
         (aten.corrcoef.default, (T(3, 6),)),
+        (aten.linalg_eigvals.default, (positive,)),
+        (aten.linalg_matrix_exp.default, (square,)),
+        (aten.linalg_matrix_rank.atol_rtol_float, (positive,)),
+        (aten.linalg_cond.default, (positive,)),
+        (aten.linalg_lu.default, (positive,)),
+        (aten.linalg_lu_factor.default, (positive,)),
+        (aten.cholesky_inverse.default, (positive,)),
+        *_solvers(positive),
     ]
     return found
+
+
+def _solvers(matrices: Tensor) -> list[tuple[Any, ...]]:
+    """Systems of equations, with right-hand sides that have fewer dims or more."""
+    factors, pivots = torch.linalg.lu_factor(matrices)
+    triangular = torch.linalg.cholesky(matrices)
+    columns = T(3, 6, 2)
+    tall = T(3, 6, 2)
+    return [
+        (aten.linalg_solve.default, (matrices, columns)),
+        (aten.linalg_solve.default, (matrices, T(3, 6))),
+        (aten.linalg_solve.default, (matrices, T(6, 2))),
+        (aten.linalg_solve.default, (matrices, T(6))),
+        (aten.linalg_solve.default, (matrices[0], T(4, 6, 2))),
+        (aten.linalg_solve.default, (matrices, T(4, 1, 6, 2))),
+        (aten.linalg_solve_triangular.default, (triangular, columns), {"upper": False}),
+        (aten.triangular_solve.default, (columns, triangular.mT)),
+        (aten.cholesky_solve.default, (columns, triangular)),
+        (aten.lu_solve.default, (columns, factors, pivots)),
+        (aten.linalg_lu_solve.default, (factors, pivots, columns)),
+        (aten.linalg_lstsq.default, (tall, T(3, 6, 4))),
+        (aten.linalg_lstsq.default, (tall, T(3, 6)), {"driver": "gels"}),
+        (aten.linalg_lstsq.default, (tall, T(3, 6, 4)), {"driver": "gelsd"}),
+    ]
 
 
 def _other_arguments() -> list[tuple[Any, ...]]:
@@ -340,6 +372,9 @@ def _products() -> list[tuple[Any, ...]]:
         (aten.einsum.default, ("bik,bjk->bij", [T(4, 3, 6), T(4, 5, 6)])),
         (aten.einsum.default, ("...k,nk->...n", [T(4, 3, 6), T(5, 6)])),
         (aten.einsum.default, ("ij,jk", [T(3, 6), T(6, 5)])),
+        (aten.cross.default, (T(4, 3, 6), T(1, 3, 6))),
+        (aten.cross.default, (T(4, 6, 3), T(4, 6, 3), -1)),
+        (aten.linalg_cross.default, (T(4, 1, 3), T(1, 6, 3))),
         (torch.ops.whale.expert_mm.default, (T(8, 6), T(3, 6, 5), I(3, 8), False)),
     ]
 
@@ -416,6 +451,8 @@ def _views() -> list[tuple[Any, ...]]:
         (aten.unbind.int, (x, 1)),
         (aten.roll.default, (x, [1], [1])),
         (aten.flip.default, (x, [1])),
+        (aten.flipud.default, (x,)),
+        (aten.fliplr.default, (x,)),
         (aten.sort.default, (x, 1)),
         (aten.argsort.default, (x, 1)),
         (aten.topk.default, (x, 2, 1)),
@@ -699,6 +736,9 @@ def _check_letter(call: Call, dims: Dims, letter: str, wanted: list[Tensor]) -> 
         is_mean = dims.local.get(letter) in ("mean", "mean loss")
         shares.append(share if is_mean else 1.0)
     for place, (whole, cut) in enumerate(zip(wanted, after, strict=True)):
+        if cut is None and dims.after.get(letter) == SAME:
+            assert all(same(part[place], whole) for part in found), f"{letter} changes a result"
+            continue
         if cut is None:
             assert letter in dims.sums, f"{letter} is in no result and not summed"
             total = found[0][place] * shares[0] + found[1][place] * shares[1]

@@ -114,6 +114,17 @@ class Stack(torch.nn.Module):
         return done.square().mean((0, 2)).mean()
 
 
+def test_a_stack_that_cannot_be_updated_in_parts_has_an_owner() -> None:
+    """Norms of the whole do not make this optimizer exact on parts."""
+    model = wh.annotate(Stack(), {"*": wh.split(2, grid=(1, 2, 1))})
+    layout, tensors = read_batch({"x": torch.randn(4, 32)})
+    prepared = api._prepare(model, layout, tensors, None, wh.Config(), "cpu")
+    planner = ModelPlanner(model, Cluster.uniform(2), wh.Config(), 4, optimizer=NormScaled)
+    plan = planner.plan(prepared, {})
+    assert set(plan.owners) == {"up"} and not plan.summed_norms
+    assert not any("other values" in note for note in plan.notes)
+
+
 def test_a_given_plan_with_parts_of_a_stack_is_for_adafactor_and_those_that_need_no_norms() -> None:
     model = wh.annotate(Stack(), {"*": wh.split(2, grid=(1, 2, 1))})
     layout, tensors = read_batch({"x": torch.randn(4, 32)})

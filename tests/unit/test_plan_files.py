@@ -19,7 +19,16 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import whale as wh
-from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
+from whale.cluster.cluster import (
+    ETHERNET_50G,
+    PCIE_3_X16,
+    Cluster,
+    Device,
+    Disk,
+    HostMemory,
+    device_kind,
+)
+from whale.cluster.kinds import GIGA
 from whale.plans.plan import Plan
 from whale.report import print_plan
 from whale.report.plan_page import plan_json
@@ -39,16 +48,25 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def pipeline() -> Plan:
-    """Two replicas of two stages on heterogeneous devices, with recomputation."""
+def heterogeneous() -> Cluster:
+    """Two hosts of two devices, with memory and disks."""
     kinds = ("V100-32GB", "P100", "T4", "V100-32GB")
     devices = tuple(
         Device(rank, f"host{rank // 2}", rank % 2, device_kind(kind))
         for rank, kind in enumerate(kinds)
     )
-    cluster = wh.Cluster(devices, PCIE_3_X16, ETHERNET_50G)
-    config = {"num_task_graph": 2, "num_micro_batch": 3, "recompute": True}
-    return wh.plan(Net(), torch.randn(20, WIDTH), cluster=cluster, config=config)
+    memory = HostMemory(64 * GIGA, 100 * GIGA, 12 * GIGA, 48 * GIGA)
+    disk = Disk(1000 * GIGA, 3 * GIGA, 2 * GIGA)
+    return Cluster(devices, PCIE_3_X16, ETHERNET_50G).with_memories(memory, disk)
+
+
+def plan_with(**config: Any) -> Plan:
+    return wh.plan(Net(), torch.randn(20, WIDTH), cluster=heterogeneous(), config=config)
+
+
+def pipeline() -> Plan:
+    """Two replicas of two stages on heterogeneous devices, with recomputation."""
+    return plan_with(num_task_graph=2, num_micro_batch=3, recompute=True)
 
 
 def grid() -> Plan:
@@ -57,10 +75,32 @@ def grid() -> Plan:
     return wh.plan(model, torch.randn(12, WIDTH), cluster=6, config={"num_micro_batch": 2})
 
 
+def zero() -> Plan:
+    """The same stages, with weights, gradients and states in parts (ZeRO 3)."""
+    return plan_with(num_task_graph=2, num_micro_batch=2, zero=3)
+
+
+def offloaded() -> Plan:
+    """Everything that training holds is at home on a host or a disk."""
+    homes = {"optimizer": "disk", "gradients": "host", "weights": "host", "activations": "host"}
+    return plan_with(num_task_graph=2, num_micro_batch=2, offload=homes)
+
+
+def unlike() -> Plan:
+    """One device beside a replica of two stages, of which one is on a grid of two."""
+    split = {"ranks": [2, 3], "split": True, "grid": [1, 2, 1]}
+    replicas = [{"stages": [[0]]}, {"stages": [[1], split], "num_micro_batch": 2}]
+    return plan_with(replicas=replicas)
+
+
+PLANS = (pipeline, grid, zero, offloaded, unlike)
+NUMBERS = range(len(PLANS))
+
+
 @pytest.fixture(scope="module")
 def contents() -> list[str]:
     wh.init()
-    return [pipeline().to_json(), grid().to_json()]
+    return [make().to_json() for make in PLANS]
 
 
 def paths(data: Any) -> list[tuple[Any, ...]]:
@@ -148,6 +188,47 @@ def test_buckets_of_no_bytes_are_refused(contents: list[str], tmp_path: Path) ->
         Plan.load(tmp_path / "plan.json")
 
 
+def no_such_stage(data: Any) -> None:
+    for holding in data["templates"][0]["tensors"].values():
+        holding["stages"] = [7]
+
+
+def one_fraction_less(data: Any) -> None:
+    data["figures"]["zero"][0]["fractions"].pop()
+
+
+def one_stage_less(data: Any) -> None:
+    data["figures"]["zero"][0]["stage_trained_bytes"].pop()
+
+
+def a_group_twice(data: Any) -> None:
+    data["figures"]["zero"].append(data["figures"]["zero"][0])
+
+
+def another_level(data: Any) -> None:
+    data["figures"]["zero"][0]["level"] = 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (no_such_stage, "names a stage beyond its 2"),
+        (one_fraction_less, "what ranks share under ZeRO do not fit together"),
+        (one_stage_less, "what ranks share under ZeRO do not fit together"),
+        (a_group_twice, "a rank twice in what ranks share under ZeRO"),
+        (another_level, "level 0 of ZeRO"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused(
+    contents: list[str], tmp_path: Path, change: Callable[[Any], None], said: str
+) -> None:
+    data = json.loads(contents[PLANS.index(zero)])
+    change(data)
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=said):
+        Plan.load(tmp_path / "plan.json")
+
+
 def use(plan: Plan) -> None:
     console = Console(width=120, file=io.StringIO())
     print_plan(plan, console)
@@ -165,16 +246,39 @@ def test_a_renamed_field_of_the_json_is_there_under_both_names_and_says_so_once(
     assert all(each["told_bytes"] == each["exchanged_bytes"] for each in operations)
 
 
-@settings(
-    max_examples=300,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(which=st.integers(0, 1), seed=st.integers(0, 10**9), number=st.sampled_from([1, 1, 1, 2]))
+def changes(max_examples: int) -> Callable[[Any], Any]:
+    """Runs a test with so many changed files."""
+
+    def decorate(test: Any) -> Any:
+        given_changes = given(
+            which=st.sampled_from(NUMBERS),
+            seed=st.integers(0, 10**9),
+            number=st.sampled_from([1, 1, 1, 2]),
+        )
+        health = [HealthCheck.function_scoped_fixture]
+        how = settings(max_examples=max_examples, deadline=None, suppress_health_check=health)
+        return how(given_changes(test))
+
+    return decorate
+
+
+@changes(300)
 def test_a_changed_plan_file_works_or_is_refused(
     contents: list[str], tmp_path: Path, which: int, seed: int, number: int
 ) -> None:
-    data = json.loads(contents[which])
+    works_or_is_refused(contents[which], tmp_path, seed, number)
+
+
+@pytest.mark.slow
+@changes(3000)
+def test_many_changed_plan_files_work_or_are_refused(
+    contents: list[str], tmp_path: Path, which: int, seed: int, number: int
+) -> None:
+    works_or_is_refused(contents[which], tmp_path, seed, number)
+
+
+def works_or_is_refused(content: str, tmp_path: Path, seed: int, number: int) -> None:
+    data = json.loads(content)
     choose = random.Random(seed)
     for _ in range(number):
         mutate(data, choose)
@@ -191,7 +295,13 @@ def test_a_changed_plan_file_works_or_is_refused(
         assert str(refused)
 
 
-@pytest.mark.parametrize("which", [0, 1])
+def test_the_plans_have_what_they_are_for() -> None:
+    assert zero().zero == 3 and zero().blocks
+    assert {block.weights for block in offloaded().blocks} == {"host"}
+    assert len(unlike().templates) == 2
+
+
+@pytest.mark.parametrize("which", NUMBERS)
 def test_the_file_itself_loads(contents: list[str], tmp_path: Path, which: int) -> None:
     file = tmp_path / "plan.json"
     file.write_text(contents[which])

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import whale as wh
-from tests.unit.test_plan_files import grid, pipeline
+from tests.unit.test_plan_files import PLANS, pipeline
+from whale.plans.moves import weight_uses
 from whale.plans.plan import Plan
 from whale.plans.revise import revise
 from whale.plans.samples import SampleMap
@@ -37,6 +38,10 @@ DECIDES = (
     "whale.planning.schedules.lean_schedule",
     "whale.planning.recompute.cut_regions",
     "whale.planning.workload.Workload.times",
+    "whale.planning.zero_blocks.ends_at_rows",
+    "whale.planning.zero_blocks.balanced_places",
+    "whale.planning.zero.fractions_by_memory",
+    "whale.planning.offload_account.OffloadAccount.homes",
 )
 """what decides when a plan is made"""
 
@@ -45,20 +50,29 @@ def refuse(*_: Any, **__: Any) -> NoReturn:
     raise AssertionError("somebody decides again")
 
 
-@pytest.mark.parametrize("make", [pipeline, grid])
+def program(plan: Plan) -> list[Any]:
+    """What every device does: actions, samples, and the order in which it uses blocks of weights."""
+    found: list[Any] = []
+    for view in plan.by_template:
+        found += [view.schedule.orders, SampleMap.planned(view).num_by_rank()]
+        found += [weight_uses(view, device) for device in range(len(view.virtual_devices))]
+    return found
+
+
+@pytest.mark.parametrize("make", PLANS)
 def test_who_does_what_is_read(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples, actions, shards and figures of a loaded plan need nothing that decides."""
     wh.init()
     made = make()
-    samples = SampleMap.planned(made).num_by_rank()
+    actions = program(made)
     shards = [Shards(made).of(name) for name in made.holders]
     step_s = wh.simulate(made).step_s
     made.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     for name in DECIDES:
         monkeypatch.setattr(name, refuse)
-    assert loaded.schedule.orders == made.schedule.orders
-    assert SampleMap.planned(loaded).num_by_rank() == samples
+    assert program(loaded) == actions
+    assert loaded.blocks == made.blocks
     assert [Shards(loaded).of(name) for name in loaded.holders] == shards
     assert wh.simulate(loaded).step_s == step_s
 

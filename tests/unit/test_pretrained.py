@@ -145,7 +145,7 @@ def test_names_that_do_not_match_are_listed(tmp_path: Path) -> None:
         reader.match(["x"])
 
 
-def test_pickles_are_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_pickles_are_refused_with_what_to_try(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     for path in (tmp_path, tmp_path / "pytorch_model.bin"):
         with pytest.raises(CheckpointError, match=r"pickle.*save_pretrained"):

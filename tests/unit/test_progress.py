@@ -11,7 +11,7 @@ from torch import nn
 
 import whale as wh
 from whale.capture import progress as progress_module
-from whale.capture.progress import Progress
+from whale.capture.progress import CaptureProgress
 
 
 class Terminal(io.StringIO):
@@ -27,7 +27,7 @@ def at_times(monkeypatch: pytest.MonkeyPatch, times: list[float]) -> None:
 def test_begins_in_the_third_second_and_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     at_times(monkeypatch, [0.0, 2.9, 3.1, 3.1, 3.2, 3.7, 3.7])
-    shown = Progress("Net", stream)
+    shown = CaptureProgress("Net", stream)
     for _ in range(4 * progress_module.LOOK_EVERY):
         shown.note()
     shown.finish()
@@ -39,7 +39,7 @@ def test_begins_in_the_third_second_and_is_taken_away(monkeypatch: pytest.Monkey
 def test_a_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     at_times(monkeypatch, [0.0, 3.1, 3.1, 5.0])
-    shown = Progress("Net", stream)
+    shown = CaptureProgress("Net", stream)
     for _ in range(2 * progress_module.LOOK_EVERY):
         shown.note()
     shown.finish()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from whale.scheduling.queues import Transfer, finishes, launches, safe_window
+from whale.scheduling.queues import QueuedTransfer, finishes, launches, safe_window
 
 
-def _transfers(text: str, peer: int) -> list[Transfer]:
+def _transfers(text: str, peer: int) -> list[QueuedTransfer]:
     """`S R`: a send, then a receive."""
-    return [Transfer(letter == "S", (peer,)) for letter in text.split()]
+    return [QueuedTransfer(letter == "S", (peer,)) for letter in text.split()]
 
 
 def test_a_second_posted_receive_blocks_the_sends_that_it_waits_for() -> None:
@@ -30,8 +30,8 @@ def test_no_window_helps_where_ranks_wait_for_each_other() -> None:
 
 
 def test_receives_from_several_ranks_have_channels_of_their_own() -> None:
-    one_to_three = {0: [Transfer(True, (1, 2, 3)), Transfer(False, (1, 2, 3))] * 2}
+    one_to_three = {0: [QueuedTransfer(True, (1, 2, 3)), QueuedTransfer(False, (1, 2, 3))] * 2}
     for rank in (1, 2, 3):
-        one_to_three[rank] = [Transfer(False, (0,)), Transfer(True, (0,))] * 2
+        one_to_three[rank] = [QueuedTransfer(False, (0,)), QueuedTransfer(True, (0,))] * 2
     # the second receive of a channel would block the second send
     assert safe_window(one_to_three, 8) == 1

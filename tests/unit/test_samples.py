@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Node
 
+import whale as wh
 from tests.unit.test_kinds import export_graph, find
 from whale.capture.graph import CapturedGraph, module_name, user_line
 from whale.capture.kinds import ValueKind, value_kinds
@@ -230,6 +231,23 @@ MIXES: dict[str, tuple[str, Callable[[nn.Module, Tensor, Batch], Tensor]]] = {
 }
 
 
+class Products(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cross(self.layer(x), x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Using torch.cross")
+def test_a_cross_product_without_a_dim_is_refused() -> None:
+    """Of a part of 3 samples torch takes the batch, of others the last dim."""
+    config = {"num_micro_batch": 2, "check_capture": False}
+    with pytest.raises(ValueError, match=r"`cross` works across the samples.* Try: dim=-1"):
+        wh.plan(Products(), torch.randn(6, 5, 3), cluster=1, config=config)
+
+
 @pytest.mark.parametrize("name", MIXES)
 def test_found(name: str) -> None:
     operation, body = MIXES[name]
@@ -244,6 +262,14 @@ def test_found(name: str) -> None:
 
 
 FINE: dict[str, Callable[[nn.Module, Tensor, Batch], Tensor]] = {
+    "product along a dim of size 3": lambda m, h, b: torch.cross(h[..., :3], h[..., 1:], dim=-1),
+    "equations of each sample": lambda m, h, b: torch.linalg.solve(
+        h[:, :4] + 9 * torch.eye(4), h[:, :4]
+    ),
+    "one right-hand side for each sample": lambda m, h, b: torch.linalg.solve(
+        h[:, :4] + 9 * torch.eye(4), h[:, 0]
+    ),
+    "left to right": lambda m, h, b: h * torch.fliplr(h),
     "softmax over classes": lambda m, h, b: h.softmax(-1) + h.softmax(1) + h.log_softmax(2),
     "samples in the middle": lambda m, h, b: h.transpose(0, 1).softmax(0).permute(1, 2, 0),
     "flattened and back": lambda m, h, b: m.layer(h.view(-1, 4)).view(-1, 6, 4) * h,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -10,9 +12,10 @@ import whale as wh
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
 from whale.plans.plan import Plan
 from whale.search import choose
-from whale.search.drafting import actions_seconds
+from whale.search.drafting import Drafted, Drafting, actions_seconds
 from whale.search.search import Search, new_search
 from whale.search.shapes import compositions, device_classes, shapes
+from whale.simulation.simulate import peak_bytes
 
 WIDTH = 64
 LAYERS = 8
@@ -198,6 +201,34 @@ def test_a_fixed_setting_that_makes_every_plan_impossible_is_named() -> None:
 def test_zero_makes_a_fixed_number_of_stages_possible() -> None:
     plan = plan_of(Net(layers=16), mixed(400_000), num_task_graph=2, num_micro_batch=1)
     assert plan.zero > 0 and len(plan.stages) == 2
+
+
+def test_the_plan_that_is_taken_is_within_every_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that would be the fastest is over-full: the account of its devices was wrong."""
+    fastest = wh.simulate(plan_of()).step_s
+    draft = Drafting.draft
+
+    def over_full(self: Drafting, *args: object, **options: object) -> Drafted:
+        made = draft(self, *args, **options)  # type: ignore[arg-type]
+        if made.step_s > (1 + 1e-9) * fastest:
+            return made
+        assert made.plan.figures is not None
+        peak = max(peak_bytes(made.plan))
+        tight = tuple(int(0.99 * peak) for _ in made.plan.figures.memory_bytes)
+        figures = replace(made.plan.figures, memory_bytes=tight)
+        return replace(made, plan=replace(made.plan, figures=figures))
+
+    monkeypatch.setattr(Drafting, "draft", over_full)
+    found = wh.simulate(plan_of())
+    assert found.step_s > fastest
+    assert all(device.peak_total_bytes <= device.memory_bytes for device in found.devices)
+
+
+def test_memory_is_proved_without_times() -> None:
+    """In the same account as that of the simulation, device by device."""
+    for plan in (plan_of(), plan_of(zero=3, strategy="data"), plan_of(Normed())):
+        simulated = [device.peak_total_bytes for device in wh.simulate(plan).devices]
+        assert peak_bytes(plan) == pytest.approx(simulated, rel=1e-12)
 
 
 def test_an_interrupted_search_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

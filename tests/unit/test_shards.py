@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 import whale as wh
 from whale.checkpoint import CheckpointError, Reader, Target, finish, take_snapshot, write_rank
-from whale.checkpoint.pieces import pieces, read_shard, read_state, state_pieces
+from whale.checkpoint.pieces import StatePart, pieces, read_shard, read_state, state_pieces
 from whale.plans.file import diff
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, Layout
@@ -24,7 +25,7 @@ from whale.plans.plan import Plan
 from whale.plans.revise import revise
 from whale.plans.samples import SampleMap, divide
 from whale.plans.sharding import ShardedOperation, StageSharding, StoredLayout
-from whale.plans.shards import Shards
+from whale.plans.shards import Shard, Shards
 from whale.plans.shares import Load
 from whale.plans.virtual_devices import VirtualDevice
 from whale.report.plan_table import print_plan
@@ -320,7 +321,8 @@ def test_any_grid_loads_what_another_saved(plan: Plan, tmp_path: Path, source: s
         written = [pieces("w", shard.take(whole), shard, shape)]
         state = {"o/m": shard.take(moment), "o/t": torch.tensor(7)}
         written += [
-            state_pieces(key, value, shard, shape, is_first) for key, value in state.items()
+            state_pieces(key, value, StatePart(shard, shape), is_first)
+            for key, value in state.items()
         ]
         tensors = {key: value for each, _ in written for key, value in each.items()}
         write_rank(
@@ -337,11 +339,11 @@ def test_any_grid_loads_what_another_saved(plan: Plan, tmp_path: Path, source: s
                 assert torch.equal(
                     read_shard(reader.read, "w", shard, shape, whole.dtype), shard.take(whole)
                 )
+                part = StatePart(shard, shape)
                 assert torch.equal(
-                    read_state(reader.read, reader.shapes(), "o/m", shard, shape),
-                    shard.take(moment),
+                    read_state(reader.read, reader.shapes(), "o/m", part), shard.take(moment)
                 )
-                assert read_state(reader.read, reader.shapes(), "o/t", shard, shape).item() == 7
+                assert read_state(reader.read, reader.shapes(), "o/t", part).item() == 7
 
 
 def test_state_of_another_shape_fits_its_own_part_only(plan: Plan, tmp_path: Path) -> None:
@@ -350,14 +352,14 @@ def test_state_of_another_shape_fits_its_own_part_only(plan: Plan, tmp_path: Pat
     target = Target(tmp_path, 3, "job_1")
     for rank, shard in enumerate(shards.of("second.weight")):
         tensors, parts = state_pieces(
-            "o/row", torch.full((3, 1), float(rank)), shard, shape, rank == 0
+            "o/row", torch.full((3, 1), float(rank)), StatePart(shard, shape), rank == 0
         )
         write_rank(target, rank, take_snapshot(tensors, {}, parts))
     finish(target, 4, {})
     with Reader(tmp_path) as reader:
         for rank, shard in enumerate(shards.of("second.weight")):
             assert torch.equal(
-                read_state(reader.read, reader.shapes(), "o/row", shard, shape),
+                read_state(reader.read, reader.shapes(), "o/row", StatePart(shard, shape)),
                 torch.full((3, 1), float(rank)),
             )
         other = on_grid(plan, *GRIDS["columns over 2, stored over 2"]).of("second.weight")[0]
@@ -365,4 +367,61 @@ def test_state_of_another_shape_fits_its_own_part_only(plan: Plan, tmp_path: Pat
             CheckpointError,
             match=r"'o/row' belongs to another part .* the grid and the number of devices",
         ):
-            read_state(reader.read, reader.shapes(), "o/row", other, shape)
+            read_state(reader.read, reader.shapes(), "o/row", StatePart(other, shape))
+
+
+STACK = (5, 4, 3)
+"""experts and their matrices"""
+
+
+def stack_parts(*ends: int) -> list[Shard]:
+    """A stack cut over its experts, which end there; one part for each rank."""
+    matrix = (((0, STACK[1]),), ((0, STACK[2]),))
+    return [
+        Shard("w", (((start, stop),), *matrix), (rank,), STACK)
+        for rank, (start, stop) in enumerate(pairwise((0, *ends)))
+    ]
+
+
+STACKS = {
+    "over 2": stack_parts(2, 5),
+    "over 3, one without experts": stack_parts(1, 1, 5),
+    "an expert each": stack_parts(1, 2, 3, 4, 5),
+    "whole": [Shard("w", None, (0,))],
+}
+
+
+@pytest.mark.parametrize("source", STACKS)
+def test_statistics_of_the_matrices_of_a_stack_are_cut_anew(tmp_path: Path, source: str) -> None:
+    """Row and column means of Adafactor: of each expert, wherever it lies."""
+    means = {"o/row": torch.randn(5, 4, 1), "o/column": torch.randn(5, 1, 3)}
+    target = Target(tmp_path, 3, "job_1")
+    shards = STACKS[source]
+    for rank, shard in enumerate(shards):
+        experts = slice(*shard.ranges[0][0]) if shard.ranges is not None else slice(None)
+        tensors: dict[str, Tensor] = {}
+        parts = {}
+        for name, whole in means.items():
+            part = StatePart(shard, STACK, is_stack=True)
+            for found, more in zip(
+                (tensors, parts), state_pieces(name, whole[experts], part, False)
+            ):
+                found.update(more)
+        write_rank(target, rank, take_snapshot(tensors, {}, parts))
+    finish(target, len(shards), {})
+    with Reader(tmp_path) as reader:
+        for shard in (shard for every in STACKS.values() for shard in every):
+            experts = slice(*shard.ranges[0][0]) if shard.ranges is not None else slice(None)
+            for name, whole in means.items():
+                part = StatePart(shard, STACK, is_stack=True)
+                read = read_state(reader.read, reader.shapes(), name, part)
+                assert torch.equal(read, whole[experts])
+
+
+def test_statistics_of_matrices_that_are_cut_themselves_are_refused(tmp_path: Path) -> None:
+    target = Target(tmp_path, 3, "job_1")
+    write_rank(target, 0, take_snapshot({"o/row": torch.randn(5, 4, 1)}, {}, {}))
+    finish(target, 1, {})
+    columns = Shard("w", (((0, 5),), ((0, 4),), ((0, 2),)), (0,), STACK)
+    with Reader(tmp_path) as reader, pytest.raises(CheckpointError, match="cannot be cut anew"):
+        read_state(reader.read, reader.shapes(), "o/row", StatePart(columns, STACK, is_stack=True))

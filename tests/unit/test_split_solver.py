@@ -265,6 +265,29 @@ def layers_space() -> Space:
     return Space(whole_program(api._prepare(Layers(7), layout, tensors, None, wh.Config(), "cpu")))
 
 
+def test_layers_that_are_used_again_make_no_run() -> None:
+    """Three layers in three rounds: a layer of the second round has no parameters of its own."""
+
+    class Rounds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                for layer in self.layers:
+                    x = torch.tanh(layer(x))
+            return x.square().sum()
+
+    layout, tensors = read_batch(torch.zeros(2, LENGTH, WIDTH))
+    space = Space(whole_program(api._prepare(Rounds(), layout, tensors, None, wh.Config(), "cpu")))
+    quick, whole = (
+        solve(space.program, Grid(1, 2, 1), SAMPLES, BYTES_ONLY, space=space, every_layer=every)
+        for every in (False, True)
+    )
+    assert quick.seconds == whole.seconds and quick.sent_bytes == whole.sent_bytes
+
+
 @pytest.mark.parametrize("shape", [(1, 4, 1), (2, 2, 1)])
 def test_a_reason_names_the_next_best_pattern_and_what_it_would_cost(
     shape: tuple[int, int, int],

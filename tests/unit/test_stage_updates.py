@@ -10,7 +10,7 @@ from torch import nn
 
 import whale as wh
 from whale.config import Config
-from whale.runtime.held import Held
+from whale.runtime.held import HeldParameter
 from whale.runtime.stage_updates import BY_PARAMETER, StageUpdates
 
 SETTINGS = {
@@ -48,7 +48,11 @@ def test_pieces_change_the_same_bits_as_the_whole(kind: type[torch.optim.Optimiz
     stages = [(8,), (7,), (7, 8), (7,), (7,)]
     ranks = [(0,), (0,), (0,), (0,), (0, 1)]
     updates = StageUpdates(
-        other, [Held(str(p), *held) for p, held in enumerate(zip(cut, ranks, stages, strict=True))]
+        other,
+        [
+            HeldParameter(str(p), *held)
+            for p, held in enumerate(zip(cut, ranks, stages, strict=True))
+        ],
     )
     for step in range(3):
         for a, b in zip(whole, cut, strict=True):
@@ -81,7 +85,7 @@ def test_a_stage_that_lends_a_parameter_is_left_to_the_end() -> None:
     before = [parameter.detach().clone() for parameter in params]
     updates = StageUpdates(
         torch.optim.SGD(params, lr=0.1),
-        [Held(str(p), each, (0,), (p,)) for p, each in enumerate(params)],
+        [HeldParameter(str(p), each, (0,), (p,)) for p, each in enumerate(params)],
     )
     for each in params:
         each.grad = torch.ones_like(each)

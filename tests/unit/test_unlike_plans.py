@@ -34,7 +34,7 @@ from whale.plans.shards import Shards
 from whale.report.plan_page import html, plan_json
 from whale.report.plan_table import print_plan
 from whale.runtime.gradients import Bucket, _Group, _queues
-from whale.runtime.held import Held, Unit
+from whale.runtime.held import HeldParameter, Unit
 from whale.search.candidate import Candidate, DeviceGroup, ReplicaChoice
 from whale.search.unlike import plan_of_candidate
 from whale.simulation.communication import all_reduces_of
@@ -369,7 +369,7 @@ def test_buckets_of_overlapping_groups_go_out_in_one_order(holders: list[set[int
             if rank in members:
                 ranks = tuple(sorted(members))
                 tensor = nn.Parameter(torch.zeros(1))
-                unit = Unit(Held(f"p{number}", tensor, ranks, (0,)), ranks)
+                unit = Unit(HeldParameter(f"p{number}", tensor, ranks, (0,)), ranks)
                 bucket = Bucket([unit], None, torch.zeros(1), [])
                 groups.setdefault(ranks, _Group([], False)).buckets.append(bucket)
         (queue,) = _queues(groups, order)

@@ -135,12 +135,11 @@ class TimedRegion:
         for node in region.nodes:
             sources.update(dict.fromkeys(s for s in node.all_input_nodes if s not in inside))
         self._entering = [source for source in sources if source.op != "get_attr"]
-        results = [
-            node
-            for node in region.nodes
-            if isinstance(node.meta.get("val"), Tensor)
-            and any(user not in inside for user in node.users)
-        ]
+        results = []
+        for node in region.nodes:
+            is_read_outside = not inside.issuperset(node.users)
+            if is_read_outside and isinstance(node.meta.get("val"), Tensor):
+                results.append(node)
         weights = {
             str(source.target): self._state(str(source.target))
             for source in sources

@@ -181,7 +181,9 @@ def _models(chosen: Sequence[Trial], width: int) -> list[list[Trial]]:
     """What takes turns. Large operations find nothing in the caches anyway: their long ones go
     alone, so that a stretch stays short.
     """
-    alone = [trial for trial in chosen if width >= LARGE_WIDTH and trial.name in LONG]
+    alone = []
+    if width >= LARGE_WIDTH:
+        alone = [trial for trial in chosen if trial.name in LONG]
     others = [trial for trial in chosen if trial not in alone]
     transformer = [trial for trial in others if trial.name not in OF_CONVOLUTIONS]
     convolutional = [trial for trial in others if trial.name in OF_CONVOLUTIONS]

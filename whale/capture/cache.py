@@ -61,11 +61,14 @@ class CaptureCache:
         task: Task,
         with_outputs: bool,
         make: Callable[[], Capture],
+        first: BatchLayout | None = None,
     ) -> Capture:
-        """The capture from its file; else `make` makes it, and it is kept."""
+        """The capture from its file; else `make` makes it, and it is kept. `first`: layout of the
+        batches before, where that is another one.
+        """
         name = type(model).__name__
         try:
-            key = content_key(model, layout, task, with_outputs)
+            key = content_key(model, layout, task, with_outputs, first)
         except CannotDescribe as error:
             logger.warning("capture_cache: %s is not cached: %s", name, error)
             return make()
@@ -172,7 +175,7 @@ def _read(file: Path, key: str) -> dict[str, Any]:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Under its name only when it is complete; ranks may write the same one at the same time."""
+    """Writes a file that has its name only when it is complete: several ranks may write it at once."""
     descriptor, temporary = tempfile.mkstemp(dir=file.parent, suffix=".part")  # mode 600
     try:
         with open(descriptor, "wb") as opened:

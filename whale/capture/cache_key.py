@@ -53,7 +53,13 @@ OWN_SOURCES = ("annotation", "capture", "operations", "compat.py", "dtypes.py", 
 """of Whale: whose code makes the graph"""
 
 
-def content_key(model: torch.nn.Module, layout: BatchLayout, task: Task, with_outputs: bool) -> str:
+def content_key(
+    model: torch.nn.Module,
+    layout: BatchLayout,
+    task: Task,
+    with_outputs: bool,
+    first: BatchLayout | None = None,
+) -> str:
     """Hash of all that the captured graph depends on, 32 hexadecimal digits; raises
     `CannotDescribe`.
     """
@@ -61,6 +67,9 @@ def content_key(model: torch.nn.Module, layout: BatchLayout, task: Task, with_ou
     try:
         content.add("settings", _settings(task, with_outputs))
         content.add("batch", _of_batch(layout))
+        # what batches before leave for this one was looked at for their layout (`refuse_memory`)
+        if first is not None and first.with_lengths({}).key != layout.with_lengths({}).key:
+            content.add("first batch", _of_batch(first))
         content.add("modes", [type(mode) for mode in active_modes()])
         content.add("model", model)
         content.add("loss", task.loss)

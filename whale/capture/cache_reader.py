@@ -33,10 +33,10 @@ from whale.compat import (
 
 def from_document(document: dict[str, Any], layout: BatchLayout) -> Capture:
     """The capture again. Raises `CannotCache`, or whatever a damaged document makes Python raise."""
-    return _Reader(document, layout).capture()
+    return _DocumentReader(document, layout).capture()
 
 
-class _Reader:
+class _DocumentReader:
     def __init__(self, document: dict[str, Any], layout: BatchLayout) -> None:
         self.document = document
         self.layout = layout
@@ -145,7 +145,7 @@ class _Reader:
     def _list(self, content: Any) -> list[Any]:
         return [self._argument(each) for each in content]
 
-    _READ: dict[str, Callable[[_Reader, Any], Any]] = {
+    _READ: dict[str, Callable[[_DocumentReader, Any], Any]] = {
         "node": lambda self, content: self.nodes[content],
         "float": lambda self, content: float.fromhex(content),
         "complex": lambda self, content: complex(*map(float.fromhex, content)),

@@ -3,7 +3,8 @@
 The path of a capture, each step a file of this package:
 
     export   `batch -> loss` by `torch.export` on fake tensors, watched for what a graph loses
-             (export; guards, python_state, errors)
+             (export; guards, python_state, errors), and called twice where forward leaves
+             something for its next call (second_call; memory)
     clean    regions inlined, weights as `get_attr`, no in-place operation, nothing superfluous,
              products with experts in token order (clean; inline, functional, simplify, experts)
     check    the clean graph against the eager model (checks)
@@ -24,17 +25,13 @@ import torch
 
 from whale.capture.batch import BatchLayout
 from whale.capture.cache import CaptureCache
-from whale.capture.checks import (
-    compare_other_length,
-    compare_parts,
-    compare_with_eager,
-    fits_for_checks,
-    weights_on,
-)
+from whale.capture.check_runs import fits_for_checks, weights_on
+from whale.capture.checks import compare_other_length, compare_parts, compare_with_eager
 from whale.capture.clean import Capture, clean
 from whale.capture.export import Task, export_model
 from whale.capture.guards import refuse
 from whale.capture.prepare import CapturedModel, prepare
+from whale.capture.second_call import Given, refuse_memory
 from whale.config import Config
 
 logger = logging.getLogger("whale")
@@ -108,15 +105,17 @@ def capture_training(
     tensors: list[torch.Tensor],
     task: Task,
     with_outputs: bool = False,
+    first: BatchLayout | None = None,
 ) -> Capture:
     """Exports the loss, and with it the outputs on request, in training mode and cleans the graph.
-    Submodules that the user put in eval mode (frozen BatchNorm) stay so.
+    Submodules that the user put in eval mode (frozen BatchNorm) stay so. `first`: layout of the
+    first batch, for a capture for another one.
     """
     was_training = model.training
     with _modes_restored(model):
         if not was_training:
             model.train()
-        capture = _captured(model, layout, tensors, task, with_outputs)
+        capture = _captured(model, layout, tensors, task, with_outputs, first)
     if not was_training:
         capture.captured.notes.append(
             "the model was in eval mode; engine.step trains it in training mode"
@@ -125,12 +124,16 @@ def capture_training(
 
 
 def capture_evaluation(
-    model: torch.nn.Module, layout: BatchLayout, tensors: list[torch.Tensor], task: Task
+    model: torch.nn.Module,
+    layout: BatchLayout,
+    tensors: list[torch.Tensor],
+    task: Task,
+    first: BatchLayout | None = None,
 ) -> Capture:
     """Exports loss and outputs in eval mode and cleans the graph."""
     with _modes_restored(model):
         model.eval()
-        return _captured(model, layout, tensors, task, with_outputs=True)
+        return _captured(model, layout, tensors, task, with_outputs=True, first=first)
 
 
 def _captured(
@@ -139,16 +142,19 @@ def _captured(
     tensors: list[torch.Tensor],
     task: Task,
     with_outputs: bool,
+    first: BatchLayout | None,
 ) -> Capture:
     """The clean graph of the model in its present mode, from its file where there is one."""
 
     def make() -> Capture:
-        return clean(export_model(model, layout, tensors, task, with_outputs), model, layout)
+        exported = export_model(model, layout, tensors, task, with_outputs)
+        refuse_memory(exported, Given(model, layout, tensors, task, with_outputs), first)
+        return clean(exported, model, layout)
 
     if task.cache_folder is None:
         return make()
     cache = CaptureCache(Path(task.cache_folder).expanduser())
-    return cache.capture(model, layout, task, with_outputs, make)
+    return cache.capture(model, layout, task, with_outputs, make, first)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 batch.
 
 1. `compare_with_eager`: the captured graph against the eager model; same loss, same gradients, and
-   the same again in a second run of the model
+   the same loss for other samples and weights in a second call of the model
 2. `compare_parts`: the loss of 4 samples against the sum over parts of 1 and 3
 
 A check that cannot be made (random operations other than dropout, batch statistics) says so.
@@ -18,19 +18,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
 
 from whale.capture.batch import BatchLayout, read_batch
+from whale.capture.check_runs import (
+    ATTENTION,
+    BuffersBefore,
+    gradients_restored,
+    model_restored,
+    run_backward,
+    run_graph,
+)
 from whale.capture.clean import Capture
 from whale.capture.export import Task
 from whale.capture.graph import CapturedGraph, user_line
-from whale.capture.guards import Findings, refuse
-from whale.capture.leftovers import forget_tables
+from whale.capture.guards import refuse
 from whale.capture.lengths import LEAST, NotSymbolic, conditions_of
 from whale.capture.memory import Memory
 from whale.capture.prepare import CapturedModel
-from whale.capture.python_state import attributes, changed_attributes
-from whale.compat import is_fake, tensor_stores
+from whale.compat import is_fake
 from whale.devices import device_of
 from whale.dtypes import rounding
 from whale.operations.nodes import op_name, trains_batch_norm
@@ -39,45 +44,8 @@ from whale.operations.table import is_random
 NUM_EAGER_SAMPLES = 2
 PARTS = (1, 3)
 SEED = 0
-ATTENTION = "scaled_dot_product_attention"
 TINY = 1e-30
 """smallest loss that a difference is divided by"""
-
-
-# --- where the checks run
-
-
-CHECK_COPIES = 3
-"""of the weights on the device: these and the gradients of both sides"""
-
-
-def fits_for_checks(model: torch.nn.Module, device: str) -> bool:
-    """Whether the device has memory for the whole model and its gradients."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if all(tensor.device == torch.device(device) for tensor in tensors):
-        return True
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    target = device_of(torch.device(device))
-    return not target.is_accelerator or CHECK_COPIES * num_bytes <= target.free_memory_bytes()
-
-
-@contextmanager
-def weights_on(model: torch.nn.Module, device: str) -> Iterator[None]:
-    """The model's weights lie on `device` inside, wherever the user has put them: the captured
-    graph makes its tensors there.
-
-    The tensors stay the same objects, so hooks on them still fire.
-    """
-    before: list[tuple[Tensor, Tensor]] = []
-    try:
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.device != torch.device(device):
-                before.append((tensor, tensor.data))
-                tensor.data = tensor.data.to(device)
-        yield
-    finally:
-        for tensor, data in before:
-            tensor.data = data
 
 
 # --- the graph against the eager model
@@ -119,14 +87,11 @@ def compare_other_length(
     if conditions_of(captured).numbers(layout) is None:
         return  # the graph is not for this length, and will not run it
     few = capture.layout.samples(shorter, 0, min(NUM_EAGER_SAMPLES, layout.batch_size))
-    memory = Memory(model)
     try:
-        with torch.no_grad():
+        with model_restored(model), torch.no_grad():
             _eager_loss(model, capture.layout, few, task)
     except Exception:
         return  # half a sample is none of this model's batches
-    finally:
-        memory.restore()
     try:
         _compare_samples(capture, model, few, task)
     except Exception as error:
@@ -139,45 +104,41 @@ def _compare_samples(
     """Compares on these samples; False when their loss is not finite (no valid label among them)
     and nothing can be said.
     """
-    memory = Memory(model)
-    try:
-        return _compare_from(memory, capture, model, few, task)
-    finally:
-        memory.restore()  # another comparison starts from the same
+    with model_restored(model) as (memory, buffers):  # another comparison starts from the same
+        return _compare_from(memory, buffers, capture, model, few, task)
 
 
 def _compare_from(
-    memory: Memory, capture: Capture, model: torch.nn.Module, few: list[Tensor], task: Task
+    memory: Memory,
+    buffers: BuffersBefore,
+    capture: Capture,
+    model: torch.nn.Module,
+    few: list[Tensor],
+    task: Task,
 ) -> bool:
     layout = capture.layout
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    buffers = _Buffers(model)
-    before = attributes(model)
     random = device_of(torch.device(task.device)).fork_random()
-    with random, _gradients_restored(parameters):
+    with random, gradients_restored(parameters):
         loss = _eager_loss(model, layout, few, task)
         outside = _leaves_outside(loss, model)
-        expected, expected_gradients = _backward(loss, parameters)
+        expected, expected_gradients = run_backward(loss, parameters)
         del loss  # with its graph, so that `outside` holds only tensors that somebody else has
-        left = memory.left()
-        if left.entries:
-            _refuse_memory(capture, model, few, task, memory, left)
         buffers.restore()
         torch.manual_seed(SEED)
-        got, gradients = _backward(_run(capture.captured, model, few)[0], parameters)
+        got, gradients = run_backward(run_graph(capture.captured, model, few)[0], parameters)
         buffers.restore()
-        # with gradients, as in training: a forward may ask for one
-        again = float(_eager_loss(model, layout, few, task).detach())
-        buffers.restore()
+        in_second_call = _second_call(capture, model, few, task, buffers)
     _refuse_trained_outside(outside)
     if not math.isfinite(expected) and not math.isfinite(got):
         return False
     worst, difference = _worst(expected_gradients, gradients)
     limit = _limit(capture.captured)
     if difference <= limit and _relative_error(expected, got) <= limit:
-        if not _relative_error(expected, again) <= limit:
-            changed = changed_attributes(before, attributes(model))
-            raise ValueError(_other_result(expected, again, changed))
+        of_model, of_graph = in_second_call
+        if math.isfinite(of_model) or math.isfinite(of_graph):
+            if not _relative_error(of_model, of_graph) <= limit:
+                raise ValueError(_other_result(of_model, of_graph, list(memory.changed())))
         return True
     refuse(capture.findings)
     raise ValueError(
@@ -210,20 +171,13 @@ def _eager_loss(
 
 
 def _run_model(model: torch.nn.Module, layout: BatchLayout, few: list[Tensor], task: Task) -> Any:
-    """The loss; once more when the model met tables that its export left in a cache."""
-
-    def run() -> Any:
-        return task.run(model, layout.rebuild([t.clone() for t in few]))[1]()
-
-    try:
-        value = run()
-    except Exception:
-        if not forget_tables(model):
-            raise
-        return run()
-    if is_fake(value) and forget_tables(model):
-        torch.manual_seed(SEED)
-        return run()
+    value = task.run(model, layout.rebuild([t.clone() for t in few]))[1]()
+    if is_fake(value):
+        raise ValueError(
+            "the model reads a tensor that forward left when it was captured, in a place that Whale "
+            "does not know (an attribute in `__slots__`, a cache of another package). Try: make it a "
+            "buffer (`register_buffer`), or a function of the arguments of forward"
+        )
     return value
 
 
@@ -239,75 +193,51 @@ def _cannot_be_cut(layout: BatchLayout, part: str, error: Exception) -> ValueErr
     )
 
 
-def _other_result(first: float, second: float, changed: Sequence[str]) -> str:
-    """The same samples, weights, buffers and random numbers gave another loss."""
+def _second_call(
+    capture: Capture, model: torch.nn.Module, few: list[Tensor], task: Task, buffers: BuffersBefore
+) -> tuple[float, float]:
+    """Losses of the model and of the graph on other samples with other weights. It is the model's
+    second call: it may read what its first one has left anywhere.
+    """
+    layout = capture.layout
+    with _other_weights(model):
+        for samples in (_other_samples(layout, few), few):
+            try:
+                # with gradients, as in training: a forward may ask for one
+                of_model = float(_eager_loss(model, layout, samples, task).detach())
+            except Exception:
+                if samples is few:
+                    raise
+                continue  # none of this model's batches
+            finally:
+                buffers.restore()
+            torch.manual_seed(SEED)
+            with torch.no_grad():
+                of_graph = float(run_graph(capture.captured, model, samples)[0])
+            buffers.restore()
+            break
+    return of_model, of_graph
+
+
+def _other_result(of_model: float, of_graph: float, changed: Sequence[str]) -> str:
     names = ", ".join(f"`{name}`" for name in changed[:4]) or "something outside the model"
     return (
-        f"the same samples give the loss {first:.6g} in one call of the model and {second:.6g} in "
-        f"the next: forward keeps state in Python ({names}), of which a captured graph would hold "
-        "the first value for ever. Try: make it a buffer (`register_buffer`), or compute it "
+        f"in its second call the model gives the loss {of_model:.6g} where the captured graph gives "
+        f"{of_graph:.6g}: forward keeps state in Python ({names}), of which a captured graph would "
+        "hold the first value for ever. Try: make it a buffer (`register_buffer`), or compute it "
         "outside the model and give it in the batch"
     )
 
 
-def _refuse_memory(
-    capture: Capture,
-    model: torch.nn.Module,
-    few: list[Tensor],
-    task: Task,
-    memory: Memory,
-    left: Findings,
-) -> None:
-    """What forward has kept (`left`) must be tables that it would make anew, not a memory of earlier
-    samples or weights: other samples with other weights give the same loss with it and without.
-    """
-    layout = capture.layout
-    others = [_other_samples(layout, few, len(_batched(layout, few)))]
-    if not conditions_of(capture.captured).limits_batch:
-        # a number that was made of the size of the first batch
-        others += [
-            _other_samples(layout, few, size) for size in (1, len(_batched(layout, few)) + 1)
-        ]
-    kept = memory.now()
-    compared = False
-    with torch.no_grad(), _other_weights(model):
-        for samples in others:
-            memory.restore()
-            try:
-                without = float(_eager_loss(model, layout, samples, task))
-            except Exception:
-                continue  # none of this model's batches
-            memory.restore(kept)
-            try:
-                loss = float(_eager_loss(model, layout, samples, task))
-            except Exception:
-                if samples is not others[0]:
-                    continue  # local training fails as well on such a batch
-                refuse(left)
-                raise
-            if math.isfinite(without) or math.isfinite(loss):
-                compared = True
-                if not _relative_error(without, loss) <= _limit(capture.captured):
-                    refuse(left)
-    memory.restore(kept)
-    if not compared:
-        refuse(left)
-
-
-def _batched(layout: BatchLayout, few: Sequence[Tensor]) -> Tensor:
-    described = zip(few, layout.tensors, strict=True)
-    return next(tensor for tensor, description in described if description.batched)
-
-
-def _other_samples(layout: BatchLayout, few: Sequence[Tensor], num_samples: int) -> list[Tensor]:
-    """Samples with other values and the same shape: all of them the last one, fractions made a
-    little smaller; a single sample of whole numbers is rolled.
+def _other_samples(layout: BatchLayout, few: Sequence[Tensor]) -> list[Tensor]:
+    """The same number of samples with other values: copies of the last one, fractions made a little
+    smaller; a single sample of whole numbers is rolled.
     """
     others = []
     for tensor, description in zip(few, layout.tensors, strict=True):
         other = tensor
         if description.batched:
-            other = tensor[-1:].expand(num_samples, *tensor.shape[1:])
+            other = tensor[-1:].expand(tensor.shape)
             if len(tensor) == 1 and tensor.ndim > 1 and not tensor.is_floating_point():
                 other = other.roll(1, -1)
         if other.is_floating_point():
@@ -369,6 +299,34 @@ def _refuse_trained_outside(outside: Sequence[weakref.ref[Tensor]]) -> None:
         )
 
 
+def _worst(
+    expected: Mapping[str, Tensor | None], got: Mapping[str, Tensor | None]
+) -> tuple[str, float]:
+    """(parameter, difference in units of the largest gradient of the whole model)."""
+    given: list[Tensor] = []
+    for gradient in expected.values():
+        if gradient is not None and gradient.numel():
+            given.append(gradient)
+    largest = max((float(g.abs().max()) for g in given), default=0.0)
+    worst = ""
+    figure = 0.0
+    for name, reference in expected.items():
+        other = got[name]
+        # a parameter without gradient on one side has a gradient of zero there
+        if reference is None:
+            difference = other
+        else:
+            difference = reference if other is None else reference - other
+        if difference is None or not difference.numel():
+            continue
+        largest_difference = float(difference.abs().max())
+        scaled = largest_difference / largest if largest else float(largest_difference > 0)
+        if not scaled <= figure:  # a NaN counts as the worst
+            worst = name
+            figure = scaled
+    return worst, figure
+
+
 # --- the loss against its parts
 
 
@@ -384,7 +342,7 @@ def compare_parts(
     reason = _why_not_comparable(captured_model, total)
     if reason is not None:
         return reason
-    buffers = _Buffers(model)
+    buffers = BuffersBefore(model)
     with torch.no_grad():
         every = layout.samples(tensors, 0, total)
         whole = _whole_values(captured_model, model, every)
@@ -443,7 +401,7 @@ def _limit(captured: CapturedGraph) -> float:
 
 
 def _term_sum(captured_model: CapturedModel, model: torch.nn.Module, inputs: list[Tensor]) -> float:
-    values = _run(captured_model.captured, model, inputs, quiet=True)
+    values = run_graph(captured_model.captured, model, inputs, quiet=True)
     terms = values[: captured_model.num_terms]
     return float(torch.stack([term.double() for term in terms]).sum())
 
@@ -458,116 +416,3 @@ def _whole_values(
     for attribute, name in captured_model.loss.whole_buffers.items():
         graph.register_buffer(attribute, state[name])
     return list(graph(*tensors))
-
-
-# --- running, and leaving the user's model as it was
-
-
-def _run(
-    captured: CapturedGraph, model: torch.nn.Module, inputs: Sequence[Tensor], quiet: bool = False
-) -> Sequence[Tensor]:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    state = parameters | buffers | captured.constants
-    results: Sequence[Tensor] = _Reader(captured, state, quiet).run(*inputs)
-    return results
-
-
-class _Reader(Interpreter):
-    """Runs the captured graph on the user's own tensors; `quiet` leaves dropout out."""
-
-    def __init__(self, captured: CapturedGraph, state: Mapping[str, Tensor], quiet: bool) -> None:
-        super().__init__(GraphModule(torch.nn.Module(), torch.fx.Graph()), graph=captured.graph)
-        self._state = state
-        self._quiet = quiet
-
-    def get_attr(self, target, args, kwargs):  # type: ignore[no-untyped-def]
-        return self._state[str(target)]
-
-    def run_node(self, n: Node) -> object:
-        region = n.meta.get("autocast")
-        if region is None:
-            return self._run_node(n)
-        device, dtype, enabled, cache = region
-        with torch.autocast(device, dtype, enabled=enabled, cache_enabled=cache):
-            return self._run_node(n)
-
-    def _run_node(self, n: Node) -> object:
-        if self._quiet and n.op == "call_function" and is_random(n):
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
-            if op_name(n) != ATTENTION:
-                return args[0]
-            options = {key: value for key, value in kwargs.items() if key != "dropout_p"}
-            return n.target(*args[:4], **options)  # type: ignore[operator]
-        return super().run_node(n)
-
-
-@contextmanager
-def _gradients_restored(parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Keeps the user's `.grad` fields as they were."""
-    saved = [(p, p.grad) for p in parameters.values()]
-    for p, _ in saved:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, gradient in saved:
-            p.grad = gradient
-
-
-def _backward(
-    loss: Tensor, parameters: Mapping[str, torch.nn.Parameter]
-) -> tuple[float, dict[str, Tensor | None]]:
-    """(loss, gradients by parameter); the `.grad` fields are empty before and after."""
-    if loss.requires_grad:
-        loss.backward()  # not autograd.grad: hooks on parameters and modules must fire
-    gradients = {}
-    for name, p in parameters.items():
-        is_sparse = p.grad is not None and p.grad.is_sparse
-        gradients[name] = p.grad.to_dense() if is_sparse else p.grad  # type: ignore[union-attr]
-        p.grad = None
-    return float(loss.detach()), gradients
-
-
-class _Buffers:
-    """The buffers of a model as they are now."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._saved = []
-        for module in model.modules():
-            store = tensor_stores(module)[1]
-            for name, tensor in store.items():
-                value = None if tensor is None else tensor.detach().clone()
-                self._saved.append((store, name, tensor, value))
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            for store, name, tensor, value in self._saved:
-                if tensor is not None and value is not None:
-                    tensor.copy_(value)
-                store[name] = tensor  # forward may have put another one there
-
-
-def _worst(
-    expected: Mapping[str, Tensor | None], got: Mapping[str, Tensor | None]
-) -> tuple[str, float]:
-    """(parameter, difference in units of the largest gradient of the whole model)."""
-    given = [g for g in expected.values() if g is not None and g.numel()]
-    largest = max((float(g.abs().max()) for g in given), default=0.0)
-    worst = ""
-    figure = 0.0
-    for name, reference in expected.items():
-        other = got[name]
-        # a parameter without gradient on one side has a gradient of zero there
-        if reference is None:
-            difference = other
-        else:
-            difference = reference if other is None else reference - other
-        if difference is None or not difference.numel():
-            continue
-        largest_difference = float(difference.abs().max())
-        scaled = largest_difference / largest if largest else float(largest_difference > 0)
-        if not scaled <= figure:  # a NaN counts as the worst
-            worst = name
-            figure = scaled
-    return worst, figure

@@ -24,8 +24,10 @@ from whale.capture.graph import CapturedGraph, StateTensor
 from whale.capture.guards import Findings
 from whale.capture.inline import drop_asserts, inline_regions
 from whale.capture.lengths import lengths_of
+from whale.capture.memory import numbers_of
 from whale.capture.simplify import simplify
 from whale.names import nearest
+from whale.operations.operation import Shapes
 
 _STATE_KINDS = {
     InputKind.PARAMETER: "parameter",
@@ -64,31 +66,22 @@ def _complete_users(graph: Graph) -> None:
 
 def clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> Capture:
     """The passes over the exported graph, in their order."""
-    program = exported.program
-    graph = program.graph_module.graph
-    _complete_users(graph)
-    # first, so that all later passes see one flat graph
-    inline_regions(program.graph_module)
-    # assertions would tie their inputs to one stage, and hold for every batch that export accepts
-    drop_asserts(graph)
-    state, constants = _lower_state(program, graph, model)
-    attributes = graph.find_nodes(op="get_attr")
-    parameters = [node for node in attributes if state[str(node.target)].kind == "parameter"]
-    updates = make_functional(graph, parameters)
+    graph, state, constants, updates = flat_graph(exported.program, model)
     # only now: in a graph with writes an alias or a detach is not superfluous
     lengths = lengths_of(graph, layout)
     simplify(graph, {length.symbol: length.size for length in lengths})
-    num_products = use_expert_mm(graph)
-    forget_device_indices(graph)
-    _strip_names(graph)
     inputs = zip(graph.find_nodes(op="placeholder"), layout.tensors, strict=True)
     batched = next(node for node, tensor in inputs if tensor.batched)
+    batch_symbol = batched.meta["val"].shape[0].node.expr
+    num_products = use_expert_mm(graph, Shapes(batch_symbol))
+    forget_device_indices(graph)
+    _strip_names(graph)
     captured = CapturedGraph(
         graph=graph,
         inputs=layout.tensors,
         state=state,
         constants=constants,
-        batch_symbol=batched.meta["val"].shape[0].node.expr,
+        batch_symbol=batch_symbol,
         batch_size=max(layout.batch_size, MIN_SAMPLES),
         lengths=lengths,
         # a write to an input of the batch dies with the step
@@ -107,6 +100,24 @@ def clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> Ca
         seen.has_loss,
         seen.output_is_loss,
     )
+
+
+def flat_graph(
+    program: ExportedProgram, model: torch.nn.Module
+) -> tuple[Graph, dict[str, StateTensor], dict[str, torch.Tensor], dict[Node, Node]]:
+    """The exported graph as one flat graph without writes, with weights as `get_attr`; the state by
+    name, the values of constants, and {written state: node with its value after the forward}.
+    """
+    graph = program.graph_module.graph
+    _complete_users(graph)
+    # first, so that all later passes see one flat graph
+    inline_regions(program.graph_module)
+    # assertions would tie their inputs to one stage, and hold for every batch that export accepts
+    drop_asserts(graph)
+    state, constants = _lower_state(program, graph, model)
+    attributes = graph.find_nodes(op="get_attr")
+    parameters = [node for node in attributes if state[str(node.target)].kind == "parameter"]
+    return graph, state, constants, make_functional(graph, parameters)
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
@@ -216,7 +227,7 @@ def _refuse_misspelt_inputs(
 
 
 def _notes(exported: Exported, layout: BatchLayout, num_products: int) -> list[str]:
-    """What the plan tells about this capture."""
+    """Notes of the plan on this capture."""
     notes = []
     for tensor in layout.tensors:
         if not tensor.batched:
@@ -231,7 +242,7 @@ def _notes(exported: Exported, layout: BatchLayout, num_products: int) -> list[s
     if exported.left_to_the_loss:
         paths = ", ".join(exported.left_to_the_loss)
         notes.append(f"{paths}: forward has no such argument, only the loss gets it")
-    for name, (before, after) in exported.seen.changed_numbers.items():
+    for name, (before, after) in numbers_of(exported.seen.changed).items():
         notes.append(
             f"forward changes {name} from {before} to {after}: the captured graph keeps what it "
             "did with it in this call"

@@ -21,36 +21,27 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import Target, map_arg
 
 from whale.capture.expert_product import EXPERT_MM
 from whale.capture.graph import insert_call
 from whale.capture.ops import remove_dead
-from whale.names import names_of
 from whale.operations.nodes import argument, op_name
+from whale.operations.operation import Label, Operation, Shapes
+from whale.operations.table import CASTS, CREATORS, GROUPED_PRODUCTS, HISTOGRAMS, row_of
 
 aten = torch.ops.aten
-GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
-CASTS = ("to", "_to_copy", "clone", "contiguous", "detach", "alias")
-LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")
-ORDERLESS = ("histc", "bincount")
-"""give the same for rows in any order"""
-ALONG_DIM = names_of(
-    "chunk split split_with_sizes unsqueeze squeeze softmax sum mean select slice glu"
-)
-"""treat rows one by one unless they work along dim 0"""
 
 
 # --- the pass
 
 
-def use_expert_mm(graph: Graph) -> int:
+def use_expert_mm(graph: Graph, shapes: Shapes) -> int:
     """Rewrites (1) and (2); returns the number of products that are `expert_mm` now."""
     for node in list(graph.nodes):
         if op_name(node) in ("sort", "argsort") and _is_plain_sort(node):
-            _Sorted(graph, node).take_out()
+            _Sorted(graph, node, shapes).take_out()
     numbers: dict[tuple[Node, int], Node] = {}
     for node in list(graph.nodes):
         if op_name(node) == "bmm":
@@ -70,8 +61,9 @@ class _Sorted:
     same value in the order of the tokens.
     """
 
-    def __init__(self, graph: Graph, sort: Node) -> None:
+    def __init__(self, graph: Graph, sort: Node, shapes: Shapes) -> None:
         self.graph = graph
+        self.shapes = shapes
         self.sort = sort
         self.experts: Node = sort.args[0]  # type: ignore[assignment]
         self.made: list[Node] = []
@@ -119,18 +111,18 @@ class _Sorted:
         if not of_order and self.twins.keys().isdisjoint(sources):
             return True
         name = op_name(node)
-        if name in LIKE and sources == of_order:
+        if name in CREATORS and sources == of_order:
             return True
         if name == "index":
             return self._understand_index(node)
         if of_order:
             return self._understand_order(node, name)
-        if name in GROUPED:
+        if name in GROUPED_PRODUCTS:
             return self._understand_product(node)
-        if name in ORDERLESS and node.args[0] in self.twins:
+        if name in HISTOGRAMS and node.args[0] in self.twins:
             self.counts.append(node)
             return True
-        if not _is_row_by_row(node, name, self.twins):
+        if not self._is_row_by_row(node):
             return False
         self._make(
             node, node.target, map_arg(node.args, self._twin), map_arg(node.kwargs, self._twin)
@@ -182,6 +174,32 @@ class _Sorted:
         self._make(node, EXPERT_MM, (rows, source or weight, self.experts, source is not None), {})
         return True
 
+    def _is_row_by_row(self, node: Node) -> bool:
+        """Whether an operation treats the rows of its sorted inputs one by one, and gives rows:
+        they run along one letter of its row in the table, which no other input has.
+        """
+        if node.target is operator.getitem:
+            return node.args[0] in self.twins
+        rule = row_of(node).dims
+        op = Operation(node, self.shapes)
+        dims = rule(op) if rule is not None else None
+        if dims is None:
+            return False
+        first_dims: set[tuple[Label, int]] = set()
+        others: set[Label] = set()
+        for source, labels, shape in zip(op.inputs, dims.inputs, op.shapes, strict=True):
+            if source in self.twins:
+                first_dims.add((labels[0], shape[0]))
+                others |= set(labels[1:])
+            else:  # a dim of size 1 is broadcast over the rows
+                others |= {label for label, size in zip(labels, shape, strict=True) if size != 1}
+        results = zip(dims.outputs, op.outputs, strict=True)
+        first_dims |= {(labels[0], shape[0]) for labels, shape in results if shape}
+        if len(first_dims) != 1 or () in op.outputs:
+            return False
+        ((letter, _),) = first_dims
+        return letter not in {None, *others, *dims.sums, *dims.local}
+
     def _twin(self, node: Node) -> Node:
         return self.twins.get(node, node)
 
@@ -201,7 +219,7 @@ def _counts_rows(ends: Node, experts: set[Node]) -> bool:
     found: Any = ends.args[0]
     while op_name(found) in (*CASTS, "sum"):
         found = found.args[0]
-    if op_name(found) not in (*ORDERLESS, "one_hot"):
+    if op_name(found) not in (*HISTOGRAMS, "one_hot"):
         return False
     source = found.args[0]
     while source not in experts and op_name(source) in CASTS:
@@ -219,36 +237,6 @@ def _untransposed(weight: Node) -> Node | None:
     source, *dims = weight.args
     is_matrix_transpose = {int(dim) % 3 for dim in dims} == {1, 2}  # type: ignore[arg-type]
     return source if is_matrix_transpose else None  # type: ignore[return-value]
-
-
-def _is_row_by_row(node: Node, name: str, twins: dict[Node, Node]) -> bool:
-    """Whether an operation treats the rows of its sorted inputs one by one, and gives rows."""
-    first: Any = node.args[0]
-    if name == "linear" and first in twins:
-        return True
-    if node.target is operator.getitem or name in CASTS or (name == "dropout" and first in twins):
-        return all(source in twins for source in node.all_input_nodes)
-    if name in ALONG_DIM:
-        rank = first.meta["val"].ndim + (name == "unsqueeze")
-        dims = argument(node, "dim")
-        found = dims if isinstance(dims, list | tuple) else [dims]
-        return bool(found) and all(isinstance(dim, int) and dim % rank != 0 for dim in found)
-    if name in ("layer_norm", "rms_norm"):
-        return first in twins and len(argument(node, "normalized_shape")) < first.meta["val"].ndim
-    if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
-        return False
-    rank = node.meta["val"].ndim
-    for source in node.all_input_nodes:
-        value = source.meta["val"]
-        if not isinstance(value, Tensor):
-            continue
-        if source in twins:
-            fits = value.ndim == rank
-        else:  # broadcast over the rows
-            fits = value.ndim < rank or _is_one(value.shape[0])
-        if not fits:
-            return False
-    return True
 
 
 def _is_one(size: Any) -> bool:

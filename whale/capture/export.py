@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx.traceback import preserve_node_meta
+from torch.fx.traceback import annotate, preserve_node_meta
 
 from whale.annotation import Mark, collect_forward_marks
 from whale.capture.batch import BatchLayout, enlarge
@@ -32,20 +32,19 @@ from whale.capture.errors import (
     limits_batch,
     size_conditions,
 )
-from whale.capture.fake_weights import fake_weights
+from whale.capture.fake_weights import fake_weights, refill
 from whale.capture.guards import Findings, watch
-from whale.capture.leftovers import attributes_restored, forget_tables
 from whale.capture.lengths import MAX_BATCH
+from whale.capture.memory import Change, Memory
 from whale.capture.progress import progress
-from whale.capture.python_state import (
-    assigned_buffers_written,
-    attributes,
-    changed_numbers,
-    random_branches,
-)
+from whale.capture.python_state import assigned_buffers_written, random_branches
 from whale.capture.stand_ins import sizes_stay_symbols, stand_ins
-from whale.compat import export_patches, fake_mode, is_fake, pytree
+from whale.compat import export_patches, fake_mode, is_fake, pytree, tensor_stores
 
+SECOND_CALL = "second call"
+"""key in `node.meta["custom"]`: True for the nodes of the second of two calls, False for the copies
+of buffers that it starts with
+"""
 MODEL_PREFIX = "model."  # the attribute of the wrapper that holds the user's model
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -93,8 +92,10 @@ class Seen:
     output_is_tensor: tuple[bool, ...] = ()
     """which leaves of that structure are tensors"""
     dropped_outputs: tuple[str, ...] = ()
-    changed_numbers: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Python numbers of the model that its forward changed: name -> (before, after)"""
+    changed: Mapping[str, Change] = field(default_factory=dict)
+    """what forward left in Python: name -> (before, after)"""
+    rebuilt: tuple[str, ...] = ()
+    """buffers that forward made anew, in another form"""
 
 
 @dataclass
@@ -115,13 +116,19 @@ def export_model(
     tensors: list[torch.Tensor],
     task: Task,
     with_outputs: bool = False,
+    earlier: BatchLayout | None = None,
 ) -> Exported:
     """Exports `batch -> (loss,)` in the model's present mode; with outputs, `batch -> (loss if
-    there is one, *output tensors)`.
+    there is one, *output tensors)`. With `earlier` the model is called twice, first with a batch of
+    that layout, and both calls give their results.
     """
     device = task.device
     mode = fake_mode()
+    layouts = (layout,) if earlier is None else (earlier, layout)
     samples = enlarge(layout, tensors)
+    if earlier is not None:
+        empty = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in earlier.tensors]
+        samples = [*enlarge(earlier, empty), *samples]
     # one fake tensor for each place: export merges two inputs that are one object
     # (labels=input_ids)
     with mode:
@@ -129,19 +136,22 @@ def export_model(
     with contextlib.ExitStack() as around:
         # before the weights become fake: hooks sit on the tensors
         findings = around.enter_context(watch(model))
-        wrapper = _LossOf(model, layout, task, with_outputs, findings)
-        around.enter_context(attributes_restored(model))
-        around.enter_context(fake_weights(wrapper, mode, device))
+        wrapper = _LossOf(model, layouts, task, with_outputs)
+        memory = Memory(model)
+        around.callback(memory.restore)
+        unused = around.enter_context(fake_weights(wrapper, mode, device))
         marks = around.enter_context(collect_forward_marks())
-        attempt = _Attempt()
+        attempt = _Attempt(any_batch=earlier is None)  # two batches have two sizes
         while True:
+            memory.restore()
+            unused()
             with size_conditions(model) as sizes:
                 try:
                     program = _export(wrapper, inputs, findings, attempt)
                     _refuse_lost_writes(program)
                     break
                 except Exception as error:
-                    following = attempt.after(error, sizes, model)
+                    following = attempt.after(error, sizes)
                     if following is None:
                         went = _arguments_taken(model, layout, task)
                         raise explain(error, model, sizes, went) from error
@@ -149,7 +159,7 @@ def export_model(
             marks.clear()
     left = []
     if task.loss is not None:
-        left = left_to_the_loss(model, layout.rebuild(samples))
+        left = left_to_the_loss(model, layout.rebuild(samples[-len(layout.tensors) :]))
     return Exported(program, marks, findings, wrapper.seen, tuple(left))
 
 
@@ -166,12 +176,8 @@ class _Attempt:
 
     hashed: frozenset[str] = frozenset()
     """where `int(size)` gives a number that stands for it: these hash sizes (`SizeNumbers`)"""
-    tables_forgotten: bool = False
-    """caches outside of the model hold nothing that an earlier export left there"""
 
-    def after(
-        self, error: Exception, sizes: SizeConditions, model: torch.nn.Module
-    ) -> _Attempt | None:
+    def after(self, error: Exception, sizes: SizeConditions) -> _Attempt | None:
         """What to try after this error; None: nothing helps."""
         if fixes_size(error):
             new = {place.file for place in sizes.equations() if "int" in place.source}
@@ -181,8 +187,6 @@ class _Attempt:
             return replace(self, files=self.files - hashing, hashed=self.hashed | hashing)
         if self.any_batch and limits_batch(error):
             return replace(self, any_batch=False)
-        if not self.tables_forgotten and forget_tables(model):
-            return replace(self, tables_forgotten=True)
         return None
 
 
@@ -202,9 +206,11 @@ def _export(
         export_patches(shown.note),
     ):
         # not strict: dynamo refuses more models, and loses hooks and Functions all the same
-        dims = _symbolic_dims(wrapper.layout, attempt.any_batch)
-        # the list that recurrent layers keep of their weights: fake ones are put there and taken back
-        warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights")
+        dims = [
+            each for layout in wrapper.layouts for each in _symbolic_dims(layout, attempt.any_batch)
+        ]
+        # such as the list that recurrent layers keep of their weights; `second_call` looks at others
+        warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export")
         return torch.export.export(wrapper, (inputs,), dynamic_shapes=(dims,), strict=False)
 
 
@@ -274,29 +280,43 @@ class _LossOf(torch.nn.Module):
     def __init__(
         self,
         model: torch.nn.Module,
-        layout: BatchLayout,
+        layouts: Sequence[BatchLayout],
         task: Task,
         with_outputs: bool,
-        findings: Findings,
     ) -> None:
         super().__init__()
         self.model = model
         self.training = model.training
-        self.layout = layout
+        self.layouts = layouts
         self.task = task
         self.with_outputs = with_outputs
-        self.findings = findings
         self.any_batch = True
         self.seen = Seen()
 
     def forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        _equal_lengths(self.layout, tensors, self.any_batch)
-        batch = self.layout.rebuild(tensors)
-        before = attributes(self.model)
-        with assigned_buffers_written(self.model, self.findings):
+        earlier = self.layouts[0]
+        layout = self.layouts[-1]
+        if len(self.layouts) == 1:
+            memory = Memory(self.model)
+            results = self._call(layout, tensors)
+            self.seen.changed = memory.changed()
+            return results
+        number = len(earlier.tensors)
+        with _own_buffers(self.model) as reset:
+            first = self._call(earlier, tensors[:number], keep_rebuilt=True)
+            reset()
+            with annotate({SECOND_CALL: True}):
+                return (*first, *self._call(layout, tensors[number:], keep_rebuilt=True))
+
+    def _call(
+        self, layout: BatchLayout, tensors: list[torch.Tensor], keep_rebuilt: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        _equal_lengths(layout, tensors, self.any_batch)
+        batch = layout.rebuild(tensors)
+        with assigned_buffers_written(self.model, keep_rebuilt) as rebuilt:
             output, loss = self.task.run(self.model, batch)
             value = self._value(loss)
-        self.seen.changed_numbers = changed_numbers(before, attributes(self.model))
+        self.seen.rebuilt = tuple(rebuilt)
         has_loss = isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
         self.seen.output_is_loss = has_loss and value is output
         if not self.with_outputs:
@@ -320,6 +340,31 @@ class _LossOf(torch.nn.Module):
             if not self.with_outputs:
                 raise
             return None
+
+
+@contextlib.contextmanager
+def _own_buffers(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
+    """Gives a function that puts buffers back to what they were at the beginning, but for those
+    that forward made anew.
+    """
+    stores = [tensor_stores(module)[1] for module in model.modules()]
+    before = [(store, dict(store)) for store in stores]
+    copies: dict[int, torch.Tensor] = {}  # tied buffers stay tied
+    with annotate({SECOND_CALL: False}):
+        for old in (old for _, own in before for old in own.values()):
+            if old is not None and id(old) not in copies:
+                copies[id(old)] = old.clone()
+
+    def reset() -> None:
+        for store, own in before:
+            for name, old in own.items():
+                if old is not None and store.get(name) is old:
+                    store[name] = copies[id(old)]
+
+    try:
+        yield reset
+    finally:
+        refill(before)
 
 
 def _no_loss(output: Any, value: Any, loss: Loss | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,12 +12,12 @@ from whale.compat import tensor_stores
 
 
 @contextlib.contextmanager
-def fake_weights(model: torch.nn.Module, mode: Any, device: str) -> Iterator[None]:
+def fake_weights(model: torch.nn.Module, mode: Any, device: str) -> Iterator[Callable[[], None]]:
     """Swaps parameters and buffers for fake ones on `device`, tied ones staying tied; real ones
-    come back at exit.
+    come back at exit. Gives a function that takes back what a forward has put in their place.
     """
     fakes: dict[int, torch.Tensor] = {}
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    before: Stores = []
     try:
         for module in model.modules():
             for store in tensor_stores(module):
@@ -28,11 +28,20 @@ def fake_weights(model: torch.nn.Module, mode: Any, device: str) -> Iterator[Non
                     if id(value) not in fakes:
                         fakes[id(value)] = _fake_like(value, mode, device)
                     store[name] = fakes[id(value)]
-        yield
+        swapped = [(store, dict(store)) for store, _ in before]
+        yield lambda: refill(swapped)
     finally:
-        for store, own in before:  # what forward put there, a table it made, is fake as well
-            store.clear()
-            store.update(own)
+        refill(before)  # what forward put there, a table it made, is fake as well
+
+
+Stores = list[tuple[dict[str, Any], dict[str, Any]]]
+"""(dict of the parameters or buffers of a module, what is to be in it)"""
+
+
+def refill(stores: Stores) -> None:
+    for store, own in stores:
+        store.clear()
+        store.update(own)
 
 
 def _fake_like(value: torch.Tensor, mode: Any, device: str) -> torch.Tensor:

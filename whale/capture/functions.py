@@ -17,7 +17,7 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -114,11 +114,15 @@ def _random_like(tensor: Tensor) -> Tensor:
     return torch.randn(shape, dtype=wide).to(tensor.dtype).requires_grad_()
 
 
+def _needs_gradient(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 def _gradients(result: Any, inputs: Arguments) -> list[Tensor]:
     """Gradients of the inputs for a fixed random gradient of the results; zero where none comes."""
     outputs = [result] if isinstance(result, Tensor) else list(result)
-    wanted = [each for each in inputs if isinstance(each, Tensor) and each.requires_grad]
-    used = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
+    wanted = list(filter(_needs_gradient, inputs))
+    used = list(filter(_needs_gradient, outputs))
     if not used:
         return [torch.zeros_like(each) for each in wanted]
     torch.manual_seed(1)

@@ -45,6 +45,7 @@ class StateTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
+    """a parameter that gets a gradient"""
     aliases: tuple[str, ...] = ()
     """further names of the same tensor (tied weights)"""
 

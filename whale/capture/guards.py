@@ -44,7 +44,7 @@ SAVED_TENSOR_HOOK = "saved tensor hook"
 CHECKPOINT = "checkpoint"
 PYTHON_RANDOM = "python random"
 REBUILT = "buffer of another form"
-KEPT = "tensor kept on the model"
+KEPT = "state kept in Python"
 
 RECOMPUTE_TAG = "recompute"
 """key in `node.meta["custom"]` of the nodes of a checkpointed region; the value is the region's
@@ -95,7 +95,8 @@ class Finding:
     """what to do instead"""
 
     def describe(self) -> str:
-        return f"{self.kind} `{self.name}` at {self.place}. Try: {self.advice}"
+        place = "" if self.place == str(NOWHERE) else f" at {self.place}"
+        return f"{self.kind} `{self.name}`{place}. Try: {self.advice}"
 
 
 @dataclass
@@ -140,9 +141,10 @@ def refuse(findings: Findings) -> None:
         )
     memory = findings.memory()
     if memory:
-        raise CaptureError(
-            f"Forward keeps {len(memory)} thing(s) that it may read in its next call, which no "
-            f"graph does.{_listed(memory)}"
+        # not a `CaptureError`, after which another form of capture is tried
+        raise ValueError(
+            "Forward gives another result in its next call: it reads what an earlier call left, "
+            f"which no graph does.{_listed(memory)}"
         )
     draws = findings.of_kind(PYTHON_RANDOM)
     if draws:

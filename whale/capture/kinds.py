@@ -72,10 +72,7 @@ def _running_statistics(captured: CapturedGraph) -> set[str]:
     for node in captured.compute_nodes():
         if trains_batch_norm(node):
             args = named_args(node)
-            found = (args.get("running_mean"), args.get("running_var"))
-            names.update(
-                str(value.target)
-                for value in found
-                if isinstance(value, Node) and value.op == "get_attr"
-            )
+            for value in (args.get("running_mean"), args.get("running_var")):
+                if isinstance(value, Node) and value.op == "get_attr":
+                    names.add(str(value.target))
     return names

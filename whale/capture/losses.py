@@ -167,11 +167,10 @@ class _Rewriter:
 
     def run(self, has_loss: bool) -> LossPlan:
         """The graph's first result is the loss; further ones (of evaluation) stay one node each."""
-        leaves = [
-            leaf
-            for leaf in self.flow.leaves
-            if leaf in self.flow.live and self.flow.kinds[leaf] is ValueKind.ACTIVATION
-        ]
+        leaves = []
+        for leaf in self.flow.leaves:
+            if leaf in self.flow.live and self.flow.kinds[leaf] is ValueKind.ACTIVATION:
+                leaves.append(leaf)
         self._lift(leaves)
         reductions = tuple(self._rewrite_leaf(leaf) for leaf in leaves)
         for node in list(self.flow.live):
@@ -275,6 +274,10 @@ class _Rewriter:
 
     # --- step 2: leaves
 
+    def _is_wanted(self, node: Node) -> bool:
+        """Whether a node is a result of the graph, or goes into one."""
+        return node in self.flow.live or node.op == "output"
+
     def _rewrite_leaf(self, leaf: Node) -> Node:
         """Returns the node that now holds this leaf's sum over the samples at hand."""
         how = self.flow.leaves[leaf]
@@ -283,7 +286,7 @@ class _Rewriter:
         if how == "sum":
             self.info[leaf] = TermInfo(f"{name}, summed over the samples", line, ())
             return leaf
-        users = [each for each in leaf.users if each in self.flow.live or each.op == "output"]
+        users = list(filter(self._is_wanted, leaf.users))
         after = leaf.next
         if how == "mean":
             new = self._fraction_of(leaf, after, leaf)

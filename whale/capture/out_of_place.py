@@ -16,6 +16,7 @@ from whale.capture.graph import module_name, user_line
 from whale.compat import schema
 from whale.names import names_of
 from whale.operations.nodes import argument, aten_name, is_written, written_names
+from whale.operations.table import SPLITS
 
 aten = torch.ops.aten
 
@@ -34,7 +35,6 @@ RESHAPES = names_of(
     "view reshape flatten unflatten view_as reshape_as squeeze atleast_1d atleast_2d atleast_3d"
 )
 SELF_INVERSE = names_of("transpose t swapaxes swapdims numpy_T mT")
-SPLITS = ("split", "split_with_sizes", "chunk", "tensor_split")
 
 
 def refuse(node: Node, why: str, advice: str = "use the out-of-place form") -> NoReturn:

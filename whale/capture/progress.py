@@ -20,7 +20,7 @@ LOOK_EVERY = 16
 """operations between two looks at the clock"""
 
 
-class Progress:
+class CaptureProgress:
     """Counts the operations of one capture."""
 
     def __init__(self, name: str, stream: TextIO) -> None:
@@ -52,10 +52,10 @@ class Progress:
 
 
 @contextmanager
-def progress(name: str) -> Iterator[Progress]:
+def progress(name: str) -> Iterator[CaptureProgress]:
     """Shows the progress of what stands inside, on the first rank of a job."""
     stream = sys.stderr if os.environ.get("RANK", "0") == "0" else io.StringIO()
-    shown = Progress(name, stream)
+    shown = CaptureProgress(name, stream)
     try:
         yield shown
     finally:

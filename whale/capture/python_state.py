@@ -24,8 +24,8 @@ State on the model, besides what is written in place:
     self.count += 1                a Python number   the graph would hold its first value for ever
     self.mean = 0.9 * self.mean    a plain tensor    the same
 
-`changed_attributes` names the last two: the self-check runs the model twice and refuses one whose
-result depends on them (`compare_with_eager`); the others are noted in the plan.
+The last two are found by `Memory`; a model whose next call depends on them is refused
+(`second_call`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from whale.capture.errors import NOWHERE, CaptureError, Place, calling_place, module_names
-from whale.capture.guards import PYTHON_RANDOM, REBUILT, Findings
+from whale.capture.guards import PYTHON_RANDOM, Findings
 from whale.compat import patched, tensor_stores, unsaved_buffers
 from whale.names import names_of
 
@@ -262,20 +262,15 @@ def _numpy_state() -> tuple[Any, ...]:
 
 # --- state on the model
 
-Attributes = dict[str, Any]
-"""name inside the model -> value, or what stands for it"""
-
-_OF_TORCH = tuple(vars(nn.Module()))  # hooks, parameters, buffers, submodules, the mode
-
 
 @contextmanager
-def assigned_buffers_written(model: nn.Module, findings: Findings) -> Iterator[None]:
+def assigned_buffers_written(model: nn.Module, keep_rebuilt: bool = False) -> Iterator[list[str]]:
     """`self.buffer = new` inside becomes `self.buffer.copy_(new)` at the end, which is what a
-    capture keeps.
+    capture keeps. Gives the names of buffers that forward made anew.
 
-    A buffer that is not saved and gets another form is a table that forward makes when it needs
-    one: the graph makes it every time. That it depends on nothing from call to call is left to the
-    comparison with the model.
+    A buffer that is not saved and gets another form, or is there for the first time, is a table that
+    forward makes when it needs one: the graph makes it every time. That it depends on nothing from
+    call to call is looked at by `second_call`, for which it stays there (`keep_rebuilt`).
     """
     before = []
     unsaved = set()
@@ -284,18 +279,24 @@ def assigned_buffers_written(model: nn.Module, findings: Findings) -> Iterator[N
         for leaf, old in store.items():
             before.append((_join(prefix, leaf), store, leaf, old))
         unsaved |= {_join(prefix, leaf) for leaf in unsaved_buffers(module)}
-    yield
+    rebuilt: list[str] = []
+    yield rebuilt
+    known = {name for name, _, _, _ in before}
+    for prefix, module in model.named_modules():
+        names = [_join(prefix, leaf) for leaf in tensor_stores(module)[1]]
+        rebuilt += [name for name in names if name not in known]
     for name, store, leaf, old in before:
         new = store.get(leaf)
         if new is old:
             continue
         if old is None:
-            findings.add(REBUILT, name, NOWHERE)
+            rebuilt.append(name)
+            continue
+        if new is not None and _form(new) != _form(old) and name in unsaved:
+            rebuilt.append(name)
+            store[leaf] = new if keep_rebuilt else old
             continue
         store[leaf] = old
-        if new is not None and _form(new) != _form(old) and name in unsaved:
-            findings.add(REBUILT, name, NOWHERE)
-            continue
         _check_assigned(name, old, new)
         assert new is not None
         with torch.no_grad():
@@ -326,52 +327,3 @@ def _check_assigned(name: str, old: torch.Tensor, new: torch.Tensor | None) -> N
 
 def _form(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def attributes(model: nn.Module) -> Attributes:
-    """The Python attributes of all modules of a model: numbers and text as they are, a container by
-    its items, others by identity.
-    """
-    found: Attributes = {}
-    for prefix, module in model.named_modules():
-        for leaf, value in vars(module).items():
-            if leaf not in _OF_TORCH:
-                found[_join(prefix, leaf)] = _stand_in(value)
-    return found
-
-
-def _stand_in(value: Any) -> Any:
-    if isinstance(value, (bool, int, float, str, type(None))):
-        return value
-    if isinstance(value, dict):
-        return _Identity(value, (dict, {key: id(item) for key, item in value.items()}))
-    if isinstance(value, (list, tuple, set)):
-        return _Identity(value, (type(value), [id(item) for item in value]))
-    return _Identity(value, id(value))
-
-
-class _Identity:
-    """Equal to what has the same key. Holds the value itself too: an id is valid as long as its
-    object lives.
-    """
-
-    def __init__(self, value: Any, key: Any) -> None:
-        self.value = value
-        self.key = key
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and bool(other.key == self.key)
-
-
-def changed_attributes(before: Attributes, after: Attributes) -> list[str]:
-    """Names of what was set or changed in between."""
-    return [name for name, value in after.items() if name not in before or before[name] != value]
-
-
-def changed_numbers(before: Attributes, after: Attributes) -> dict[str, tuple[Any, Any]]:
-    """The numbers among the changed attributes: name -> (before, after)."""
-    changed = {}
-    for name in changed_attributes(before, after):
-        if isinstance(after[name], (int, float)) and isinstance(before.get(name), (int, float)):
-            changed[name] = (before[name], after[name])
-    return changed

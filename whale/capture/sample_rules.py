@@ -33,12 +33,13 @@ from whale.dtypes import is_differentiable
 from whale.operations.nodes import op_name, tensor_nodes
 from whale.operations.operation import Operation, wrapped
 from whale.operations.products import NOT_FIRST
-from whale.operations.row import Dims
-from whale.operations.table import CASTS, row_of
+from whale.operations.row import SAME, Dims
+from whale.operations.table import CASTS, GROUPED_PRODUCTS, row_of
 
 if TYPE_CHECKING:
     from whale.capture.samples import SampleFlow
 
+ROWS_IN_ANY_ORDER = "`{name}` may put the rows of the samples in any order"
 POSITION_USED = (
     "`{name}` uses the position of a sample in the batch, which differs between parts of the batch"
 )
@@ -100,11 +101,9 @@ def row_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tup
 
 
 def _works_along_all_dims(op: Operation) -> bool:
-    """Whether an operation without a row was given no dims, which means all of them (`fft.fftn`).
-    `cross` takes the first dim of size 3 then, which is never the batch.
-    """
+    """Whether an operation without a row got no dims, which means all of them (`fft.fftn`)."""
     named = [name for name in ("dim", "dims") if name in op.defaults]
-    return op.name != "cross" and any(op.argument(name) is None for name in named)
+    return any(op.argument(name) is None for name in named)
 
 
 def joined_position(positions: set[Position | None]) -> Position | None:
@@ -139,14 +138,17 @@ def _results(
             states.append(SHARED)
             continue
         names = list(next(labels))
-        if letter not in names:
+        if letter in names:
+            dim = names.index(letter)
+            outer = _outer_of_result(flow, dims, samples, place, flow.size(part.shape[dim]))
+            if outer is None:
+                return None
+            states.append(PerSample(dim, outer, samples.position))
+        elif dims.after.get(letter) == SAME:
+            states.append(SHARED)
+        else:
             is_sum = letter in dims.sums and not dims.added
             return flow.reduction(node, "sum") if is_sum else None
-        dim = names.index(letter)
-        outer = _outer_of_result(flow, dims, samples, place, flow.size(part.shape[dim]))
-        if outer is None:
-            return None
-        states.append(PerSample(dim, outer, samples.position))
         place += 1
     return tuple(states) if isinstance(value, list | tuple) else states[0]
 
@@ -200,7 +202,7 @@ def linear_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
 
 def unknown_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
     """State of an operation without a row: the batch is where its symbol is, unless the operation
-    was told to work along that dim.
+    was given that dim to work along.
     """
     name = op_name(node)
     dims = args.get("dim", args.get("dims"))
@@ -211,10 +213,12 @@ def unknown_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State |
         if source.dim in wrapped(dims, rank_of(operand)):
             return Mixed(node, f"`{name}` works across the samples: its dim is the batch")
     outers: set[int | Irregular] = set()
+    num_rows: set[Any] = set()
     for operand in node.all_input_nodes:
         state = flow.of(operand)
         if isinstance(state, PerSample):
             outers.add(state.outer)
+            num_rows.add(flow.size(operand.meta["val"].shape[state.dim]))
             if state.position is not None:
                 return Mixed(node, POSITION_USED.format(name=name))
     if len(outers) > 1:
@@ -223,6 +227,11 @@ def unknown_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State |
     parts = result if isinstance(result, tuple) else (result,)
     if all(isinstance(part, Shared) for part in parts):
         return Mixed(node, f"`{name}` of all samples gives one value for the whole batch")
+    values = node.meta["val"] if isinstance(result, tuple) else (node.meta["val"],)
+    for part, value in zip(parts, values, strict=True):
+        if isinstance(part, PerSample) and {flow.size(value.shape[part.dim])} != num_rows:
+            # another number of rows for each sample: nothing says in which order they stand
+            return Mixed(node, ROWS_IN_ANY_ORDER.format(name=name))
     return result
 
 
@@ -237,7 +246,7 @@ def _is_batch_first(flow: SampleFlow, node: Node, leading: int) -> bool:
 # rules beside the table
 
 # the row needs the tokens of all experts whole, but each token is one sample's
-rule("_grouped_mm", "grouped_mm", "grouped_mm_fallback")(unknown_state)
+rule(*GROUPED_PRODUCTS)(unknown_state)
 
 
 @rule("bincount")
@@ -281,37 +290,6 @@ def recurrent_state(
             "batch_first",
         )
     return flow.by_shape(node, state.outer)
-
-
-@rule(
-    "linalg_solve",
-    "linalg_lstsq",
-    "linalg_solve_triangular",
-    "triangular_solve",
-    "cholesky_solve",
-    "cholesky_inverse",
-    "lu_solve",
-    "linalg_lu",
-    "linalg_lu_factor",
-    "linalg_lu_solve",
-    "linalg_eigvals",
-    "linalg_matrix_exp",
-    "linalg_matrix_rank",
-    "linalg_cond",
-)
-def matrix_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    """Operations on matrices, the last two dims; the dims before them are independent."""
-    for source in tensor_nodes(node.all_input_nodes):
-        state = flow.of(source)
-        if isinstance(state, PerSample) and state.dim >= rank_of(source) - 2:
-            return Mixed(node, f"`{op_name(node)}` takes the samples as rows of one matrix")
-    return unknown_state(flow, node, args | {"dim": None})
-
-
-@rule("flipud", "fliplr")
-def flipped_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
-    """The order of the first or the second dim is reversed."""
-    return unknown_state(flow, node, args | {"dim": 0 if op_name(node) == "flipud" else 1})
 
 
 @rule("repeat", "tile")

@@ -1,6 +1,7 @@
 """The pass that removes from a captured graph what costs time and changes nothing.
 
 - Operations that only hand on their input are skipped.
+- Other names of `cat` become `cat`, the one that the table of operations and the rules know.
 - A copy behind attention that only the attention kernel of some devices needs is left to `reshape`,
   so that the graph is the same for all of them.
 - A mask that says nothing but "no token sees a later one" becomes `is_causal` again. While it is
@@ -36,6 +37,8 @@ LONGEST_TRIAL = 4099
 """masks of longer texts are not computed to see what they are: one takes 16 MB"""
 NO_LIMIT = 2**31
 """larger numbers in a mask stand for "to the end" """
+JOINED_ALONG = {"vstack": 0, "row_stack": 0, "hstack": 1, "column_stack": 1, "dstack": 2}
+"""other names of `cat` and the dim that they mean, for tensors that have it"""
 
 
 def simplify(graph: Graph, lengths: Mapping[sympy.Symbol, int] = MappingProxyType({})) -> None:
@@ -52,6 +55,7 @@ def simplify(graph: Graph, lengths: Mapping[sympy.Symbol, int] = MappingProxyTyp
     )
     other_strides: set[Node] = set()
     for node in list(graph.nodes):
+        _use_cat(node)
         if not keep_strides and _skip_reshape(node):
             if not node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
                 other_strides.update(node.users)
@@ -71,6 +75,19 @@ def simplify(graph: Graph, lengths: Mapping[sympy.Symbol, int] = MappingProxyTyp
     _relax_views(graph, other_strides)
     _use_is_causal(graph, lengths)
     remove_dead(graph)
+
+
+def _use_cat(node: Node) -> None:
+    """Makes `cat` of another name for it, unless that gives its parts a dim first."""
+    name = aten_name(node)
+    if name not in JOINED_ALONG:
+        return
+    rank = node.meta["val"].dim()
+    if all(source.meta["val"].dim() == rank for source in node.all_input_nodes):
+        node.target = torch.ops.aten.cat.default
+        # one dim alone: `hstack` joins along it
+        node.args = (argument(node, "tensors"), min(JOINED_ALONG[name], rank - 1))
+        node.kwargs = {}
 
 
 def _skip_reshape(node: Node) -> bool:

@@ -23,7 +23,7 @@ any box of any tensor, `pretrained` the Hugging Face layout.
 from whale.checkpoint.commit import await_outcome, finish
 from whale.checkpoint.errors import CheckpointError
 from whale.checkpoint.format import Entry, FileInfo, Index, SavedPiece, Target, read_index
-from whale.checkpoint.pieces import Part
+from whale.checkpoint.pieces import TensorPart
 from whale.checkpoint.pretrained import Match, PretrainedReader, export_safetensors
 from whale.checkpoint.reader import Reader, find_checkpoints, resolve
 from whale.checkpoint.saver import AsyncSaver, Handle, nothing_to_save
@@ -46,12 +46,12 @@ __all__ = [
     "Handle",
     "Index",
     "Match",
-    "Part",
     "PretrainedReader",
     "Reader",
     "SavedPiece",
     "Snapshot",
     "Target",
+    "TensorPart",
     "assign_writers",
     "await_outcome",
     "export_safetensors",

@@ -161,7 +161,7 @@ def _await_reports(target: Target, num_ranks: int, timeout_s: float) -> list[Ran
         missing = [
             rank
             for rank in range(num_ranks)
-            if rank_report(rank) not in names and rank not in failed
+            if names.isdisjoint((rank_report(rank), rank_failure(rank)))
         ]
         if not missing:
             break
@@ -266,7 +266,7 @@ def _remove_old(target: Target, keep: int | None) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Out of sight first: a half-removed checkpoint is never listed."""
+    """Removes a checkpoint, out of sight first: a half-removed one is never listed."""
     hidden = path.with_name(f".tmp_removed_{path.name}")
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(path, hidden)

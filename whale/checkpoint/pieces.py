@@ -8,9 +8,10 @@ the shape, no two overlap, and their volumes add up to the tensor's:
 
 A shard that is cut in a fused dim is several boxes (one in each segment); each is a piece of its
 own in the rank's file. Optimizer state that has the shape of its parameter is cut like it. A number
-of its own (the step) is written by the rank of the first part. Anything else belongs to that very
-part of the parameter (the row means of Adafactor): it has a name of its own and fits only the same
-cut.
+of its own (the step) is written by the rank of the first part. Statistics of the matrices of a stack
+(row and column means of Adafactor, of a stack of experts) are cut as the stack is in front of its
+last two dims. Anything else belongs to that very part of the parameter (the row means of a matrix of
+which a device has some columns): it has a name of its own and fits only the same cut.
 """
 
 from __future__ import annotations
@@ -24,12 +25,7 @@ import torch
 from torch import Tensor
 
 from whale.checkpoint.errors import CheckpointError
-from whale.plans.shards import Shard
-
-Range = tuple[int, int]
-"""indices [start, stop) of one dim"""
-Box = tuple[Range, ...]
-"""one range for each dim; a 0-dim tensor has the empty box"""
+from whale.plans.shards import Box, Shard
 
 PAIRS_AT_ONCE = 1 << 22  # comparisons in one numpy call: bounds its memory to a few tens of MB
 
@@ -154,7 +150,7 @@ def _text(box: Box) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Where a rank's tensor lies in the whole one."""
 
     shape: tuple[int, ...]
@@ -164,7 +160,7 @@ class Part:
     """
 
 
-Pieces = tuple[dict[str, Tensor], dict[str, Part]]
+Pieces = tuple[dict[str, Tensor], dict[str, TensorPart]]
 """tensors and, for those that are not whole, where they lie; both by the name in the file"""
 Read = Callable[[str, Box | None], Tensor]
 
@@ -177,20 +173,54 @@ def pieces(name: str, tensor: Tensor, shard: Shard, shape: Sequence[int]) -> Pie
     keys = [name] if len(boxes) == 1 else [f"{name}[{number}]" for number in range(len(boxes))]
     tensors = {key: tensor[slices(own)] for key, (_, own) in zip(keys, boxes, strict=True)}
     return tensors, {
-        key: Part(tuple(shape), box, name) for key, (box, _) in zip(keys, boxes, strict=True)
+        key: TensorPart(tuple(shape), box, name) for key, (box, _) in zip(keys, boxes, strict=True)
     }
 
 
-def state_pieces(
-    name: str, tensor: Tensor, shard: Shard, shape: Sequence[int], is_first: bool
-) -> Pieces:
+@dataclass(frozen=True)
+class StatePart:
+    """The part of a parameter whose optimizer state a rank has."""
+
+    shard: Shard
+    shape: tuple[int, ...]
+    """of the whole parameter"""
+    is_stack: bool = False
+    """the optimizer treats every matrix of it by itself, but for numbers (`Plan.summed_norms`)"""
+
+    def of_matrices(self, shape: Sequence[int]) -> Shard | None:
+        """The part of statistics of this whole shape, if they are those of every matrix of a stack,
+        each of which this rank has whole; else None.
+        """
+        ranges = self.shard.ranges
+        if ranges is None or not self.is_stack or len(shape) != len(self.shape):
+            return None
+        if tuple(shape[:-MATRIX_DIMS]) != self.shape[:-MATRIX_DIMS]:
+            return None
+        own = list(ranges[:-MATRIX_DIMS])
+        for dim in range(len(shape) - MATRIX_DIMS, len(shape)):
+            if ranges[dim] != ((0, self.shape[dim]),) or shape[dim] not in (1, self.shape[dim]):
+                return None
+            own.append(((0, shape[dim]),))
+        return Shard(self.shard.name, tuple(own), self.shard.ranks, tuple(shape))
+
+
+MATRIX_DIMS = 2
+"""last dims of a stack of matrices, which are one of them"""
+
+
+def state_pieces(name: str, tensor: Tensor, part: StatePart, is_first: bool) -> Pieces:
     """A tensor of the optimizer state of a parameter. `is_first`: this rank writes the first part
     of the parameter.
     """
+    shard = part.shard
     if shard.ranges is None or tensor.shape == shard.shape:
-        return pieces(name, tensor, shard, shape)
+        return pieces(name, tensor, shard, part.shape)
     if not tensor.dim():
         return ({name: tensor}, {}) if is_first else ({}, {})
+    whole_shape = (*part.shape[:-MATRIX_DIMS], *tensor.shape[-MATRIX_DIMS:])
+    statistics = part.of_matrices(whole_shape)
+    if statistics is not None and tensor.shape == statistics.shape:
+        return pieces(name, tensor, statistics, whole_shape)
     return {_own_name(name, shard): tensor}, {}
 
 
@@ -208,18 +238,20 @@ def read_shard(
 
 
 def read_state(
-    read: Read, shapes: Mapping[str, Sequence[int]], name: str, shard: Shard, shape: Sequence[int]
+    read: Read, shapes: Mapping[str, Sequence[int]], name: str, part: StatePart
 ) -> Tensor:
-    """A tensor of the optimizer state. `shapes`: of everything in the checkpoint; `shape`: of the
-    whole parameter.
-    """
+    """A tensor of the optimizer state. `shapes`: of everything in the checkpoint."""
+    shard = part.shard
     own = _own_name(name, shard)
     if own in shapes:
         return read(own, None)
-    if name in shapes and (tuple(shapes[name]) == tuple(shape) and len(shape)):
-        return read_shard(read, name, shard, shape, read(name, ((0, 0),) * len(shape)).dtype)
-    if name in shapes and (shard.ranges is None or not len(shapes[name])):
-        return read(name, None)
+    if name in shapes:
+        saved = tuple(shapes[name])
+        if shard.ranges is None or not saved:
+            return read(name, None)
+        wanted = shard if saved == part.shape else part.of_matrices(saved)
+        if wanted is not None:
+            return read_shard(read, name, wanted, saved, read(name, ((0, 0),) * len(saved)).dtype)
     raise CheckpointError(
         f"the optimizer state {name!r} belongs to another part of the parameter than this rank "
         "holds, and cannot be cut anew: load it with the grid and the number of devices that it "

@@ -137,14 +137,11 @@ class PretrainedReader:
             )
         rename = dict(attempts)[how]
         found |= {name: rename(name) for name in optional if rename(name) in self._file_of}
-        used = set(found.values())
-        tied_too: set[str] = set()
+        expected = set(found.values())
         for tied in ties.values():
             if len(tied) > 1:
-                tied_too.update(tied)
-        unexpected = tuple(
-            name for name in self._file_of if name not in used and name not in tied_too
-        )
+                expected.update(tied)
+        unexpected = tuple(name for name in self._file_of if name not in expected)
         return Match(found, unexpected, how)
 
     def _attempts(self, names: list[str], prefixes: Iterable[str]) -> list[tuple[str, _Rename]]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from whale.checkpoint.commit import TIMEOUT_S, await_outcome, finish, give_up
 from whale.checkpoint.errors import CheckpointError, explain
 from whale.checkpoint.format import Target, encode
-from whale.checkpoint.pieces import Part
+from whale.checkpoint.pieces import TensorPart
 from whale.checkpoint.writer import Snapshot, take_snapshot, write_rank
 
 logger = logging.getLogger("whale")
@@ -111,7 +111,7 @@ class AsyncSaver:
         tensors: Mapping[str, Tensor],
         values: Mapping[str, Any] | None = None,
         rank_values: Mapping[str, Any] | None = None,
-        parts: Mapping[str, Part] | None = None,
+        parts: Mapping[str, TensorPart] | None = None,
     ) -> Handle:
         """Copies this rank's state and starts writing it. Training can change the tensors after
         `before_changes` of what this returns; those of a CPU at once.

@@ -26,7 +26,7 @@ from whale.checkpoint.format import (
     rank_report,
     report_bytes,
 )
-from whale.checkpoint.pieces import Part, extents, is_inside, whole
+from whale.checkpoint.pieces import TensorPart, extents, is_inside, whole
 from whale.checkpoint.tensor_files import (
     dtype_name,
     write_bytes,
@@ -42,7 +42,7 @@ class Snapshot:
     """
 
     tensors: dict[str, Tensor]
-    parts: dict[str, Part]
+    parts: dict[str, TensorPart]
     """of tensors that are only a part; the others are whole"""
     values: dict[str, Any]
     """as JSON"""
@@ -69,7 +69,7 @@ class Snapshot:
 def take_snapshot(
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any] | None = None,
-    parts: Mapping[str, Part] | None = None,
+    parts: Mapping[str, TensorPart] | None = None,
     buffers: dict[str, Tensor] | None = None,
 ) -> Snapshot:
     """Copies of all tensors, and the values as JSON. Copies of a CPU's tensors are whole when this
@@ -158,7 +158,7 @@ def _entries(snapshot: Snapshot, file: str, checksums: Mapping[str, str]) -> dic
     """What one rank wrote, by the names of the whole tensors."""
     found: dict[str, Entry] = {}
     for key, tensor in snapshot.tensors.items():
-        part = snapshot.parts.get(key) or Part(tuple(tensor.shape), whole(tensor.shape))
+        part = snapshot.parts.get(key) or TensorPart(tuple(tensor.shape), whole(tensor.shape))
         name = part.name or key
         before = found[name].pieces if name in found else ()
         found[name] = Entry(
@@ -169,7 +169,7 @@ def _entries(snapshot: Snapshot, file: str, checksums: Mapping[str, str]) -> dic
     return found
 
 
-def _check_part(name: str, tensor: Tensor, part: Part | None) -> None:
+def _check_part(name: str, tensor: Tensor, part: TensorPart | None) -> None:
     if part is not None and not (
         is_inside(part.ranges, part.shape) and extents(part.ranges) == tuple(tensor.shape)
     ):

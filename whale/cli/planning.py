@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from whale.cluster.cluster import Cluster
     from whale.planning.problem import Problem
     from whale.plans.plan import Plan
-    from whale.search.search import Progress
+    from whale.search.search import SearchProgress
 
 
 def plan(
@@ -128,7 +128,7 @@ def write_advice(problem: Problem, launch: str, page: Path | None, figures: Path
         print(f"figures written to {figures}")
 
 
-def show_progress(progress: Progress) -> None:
+def show_progress(progress: SearchProgress) -> None:
     """One line on stderr that is written over, where somebody looks at it."""
     if not sys.stderr.isatty():
         return

@@ -93,6 +93,19 @@ def _check_gpus(num_ranks: int | None, output: Path, cpu: bool, small: bool) -> 
     return is_well
 
 
+InputGradient = Annotated[
+    float, typer.Option(help="Fraction of a backward that computes the input gradient.")
+]
+MemoryCap = Annotated[
+    float | None,
+    typer.Option(help="Cap of auto, in micro-batches on a device. [default: as many as devices]"),
+]
+SvgFile = Annotated[Path | None, typer.Option(help="Also write pictures of all to this SVG file.")]
+HtmlFile = Annotated[
+    Path | None, typer.Option(help="Also write table and pictures to this HTML file.")
+]
+
+
 def schedule(
     num_devices: Annotated[int, typer.Option("--devices", help="How many devices.")],
     num_micro_batch: Annotated[
@@ -105,30 +118,19 @@ def schedule(
         float, typer.Option(help="Time of a device for the forward of one micro-batch.")
     ] = 1.0,
     backward: Annotated[float, typer.Option(help="The same for the backward.")] = 2.0,
-    input_gradient: Annotated[
-        float, typer.Option(help="Fraction of a backward that computes the input gradient.")
-    ] = 0.5,
+    input_gradient: InputGradient = 0.5,
     input_share: Annotated[float | None, typer.Option(hidden=True)] = None,
     latency: Annotated[float, typer.Option(help="Time of a message between two devices.")] = 0.0,
     action_cost: Annotated[
         float, typer.Option(help="Time that the runtime adds to every action.")
     ] = 0.0,
-    memory: Annotated[
-        float | None,
-        typer.Option(
-            help="Cap of auto, in micro-batches on a device. [default: as many as devices]"
-        ),
-    ] = None,
+    memory: MemoryCap = None,
     draw: Annotated[
         str, typer.Option(help="Which one to draw: the start of its name, `best` or `all`.")
     ] = "best",
     tries: Annotated[int, typer.Option(help="Size of the search of auto.")] = SCHEDULE_TRIES,
-    svg: Annotated[
-        Path | None, typer.Option(help="Also write pictures of all to this SVG file.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Also write table and pictures to this HTML file.")
-    ] = None,
+    svg: SvgFile = None,
+    html: HtmlFile = None,
 ) -> None:
     """Compare all pipeline schedules on devices of one kind: bubble, peak activations, lower bound,
     picture. Starts no process.

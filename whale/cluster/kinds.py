@@ -293,9 +293,7 @@ def recognise(driver_name: str, memory_bytes: int) -> DeviceKind | None:
         own = next((required for required in known_as if required <= words), None)
         if own is None or (words - own) & _OTHER_BOARDS:
             continue
-        members = [
-            kind for kind in _KINDS if kind.name == family or kind.name.startswith(f"{family}-")
-        ]
+        members = [kind for kind in _KINDS if f"{kind.name}-".startswith(f"{family}-")]
         nearest = min(members, key=lambda kind: abs(kind.memory_bytes - memory_bytes))
         return replace(nearest, memory_bytes=memory_bytes)
     return None

@@ -24,6 +24,8 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from whale.cluster.file_numbers import NotNegative, Positive, Size
+
 MILLISECONDS = 1000
 """in a second"""
 SUFFIX = ".layers.yaml"
@@ -99,16 +101,13 @@ def _line(points: Sequence[tuple[int, float]], samples: float) -> float:
     if len(points) == 1:
         return points[0][1] * samples / points[0][0]
     place = next((i for i, (size, _) in enumerate(points) if samples <= size), len(points) - 1)
-    (a, first), (b, second) = points[max(0, place - 1)], points[max(1, place)]
+    a, first = points[max(0, place - 1)]
+    b, second = points[max(1, place)]
     # fewer samples than were measured never take less than in proportion to them
     return max(first + (second - first) * (samples - a) / (b - a), first * min(1.0, samples / a))
 
 
 # ---- the file
-
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Size = Annotated[int, Field(ge=1)]
 
 
 class _Layer(BaseModel):

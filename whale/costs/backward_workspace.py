@@ -115,6 +115,20 @@ def backward_workspace(
     crossing: Iterable[Node] = (),
 ) -> float:
     """Bytes for each sample; arguments as for `lifetimes`."""
+    live = backward_live(operations, gradients, saved, crossing)
+    own = (size for node, size in zip(operations, live, strict=True) if node in gradients)
+    return max(0.0, max(own, default=0.0))
+
+
+def backward_live(
+    operations: Sequence[Node],
+    gradients: Container[Node],
+    saved: Saved,
+    crossing: Iterable[Node] = (),
+) -> list[float]:
+    """Bytes for each sample that are there while backward does each of the operations, less what is
+    saved in all: the largest is the workspace. Arguments as for `lifetimes`.
+    """
     times = lifetimes(operations, gradients, saved, crossing)
 
     def size(storage: int) -> float:
@@ -122,20 +136,18 @@ def backward_workspace(
 
     saved_until = times.saved(size, 0.0)
     pending = times.pending(size, 0.0)
-    peak = 0.0
+    found = []
     for index, node in enumerate(operations):
-        if node in gradients:
-            work = _work(node, gradients, saved)
-            peak = max(peak, saved_until[index] + pending[index] + work)
-    return max(0.0, peak - saved_until[-1]) if saved_until else 0.0
+        work = _work(node, gradients, saved) if node in gradients else 0.0
+        found.append(saved_until[index] + pending[index] + work - saved_until[-1])
+    return found
 
 
 def _work(node: Node, gradients: Container[Node], saved: Saved) -> float:
-    sources = [
-        source
-        for source in node.all_input_nodes
-        if source in gradients and source.op == "call_function"
-    ]
+    sources = []
+    for source in node.all_input_nodes:
+        if source in gradients and source.op == "call_function":
+            sources.append(source)
     own, *others = (saved.results([value]).sample_bytes for value in (node, *sources))
     largest = max(own, *others) if others else own
     if str(getattr(node.target, "overloadpacket", "")) in CONVOLUTIONS:

@@ -43,9 +43,7 @@ def state_ratio(captured: CapturedGraph, make: MakeOptimizer) -> float | None:
     """Bytes of optimizer state for each byte of trainable parameters; None where the optimizer runs
     in neither way.
     """
-    trained = [
-        state for state in captured.state.values() if state.kind == "parameter" and state.trainable
-    ]
+    trained = [state for state in captured.state.values() if state.trainable]
     total = sum(state.num_bytes for state in trained)
     if not total:
         return 0.0
@@ -103,7 +101,8 @@ def update_work(
         many = _counted(make, _some(names), is_masked)
     except Exception:  # whatever it needs that is not here: planning continues without
         return None
-    (one_bytes, one_number, how), (many_bytes, many_number, _) = one, many
+    one_bytes, one_number, how = one
+    many_bytes, many_number, _ = many
     more = COUNTED_PARAMETERS - 1
     operations = (many_number - one_number) / more
     parameter_bytes = 4 * math.prod(SHAPE)

@@ -124,7 +124,7 @@ def saved_for_backward(captured: CapturedGraph, batch_size: int) -> Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _TensorForm:
     """All that an operation sees of a tensor."""
 
     shape: tuple[int, ...]
@@ -134,8 +134,8 @@ class _Form:
     requires_grad: bool
 
     @staticmethod
-    def of(tensor: Tensor) -> _Form:
-        return _Form(
+    def of(tensor: Tensor) -> _TensorForm:
+        return _TensorForm(
             tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
         )
 
@@ -153,7 +153,7 @@ class _Form:
 class _Placed:
     """A tensor of the graph: its form, and the number of the storage that it lies in."""
 
-    form: _Form
+    form: _TensorForm
     storage: int
 
 
@@ -224,7 +224,7 @@ class _Effects:
         placed = _mapped(
             list(result) if isinstance(result, tuple) else result,
             lambda value: (
-                _Placed(_Form.of(value), place(value.untyped_storage()))
+                _Placed(_TensorForm.of(value), place(value.untyped_storage()))
                 if isinstance(value, Tensor)
                 else value
             ),
@@ -282,14 +282,16 @@ class _StorageWalk:
             self.saved[node] = {numbers[place] for place in effect.saved}
         return result
 
-    def _given_form(self, node: Node) -> _Form:
+    def _given_form(self, node: Node) -> _TensorForm:
         value: Any = node.meta.get("val")
         if node.op == "placeholder":
             shape = shape_at(value.shape, self.captured.batch_symbol, self.batch_size)
-            return _Form(shape, _contiguous(shape), value.dtype, value.device, False)
+            return _TensorForm(shape, _contiguous(shape), value.dtype, value.device, False)
         state = self.captured.state[str(node.target)]
         device = value.device if isinstance(value, Tensor) else torch.device("cpu")
-        return _Form(state.shape, _contiguous(state.shape), state.dtype, device, state.trainable)
+        return _TensorForm(
+            state.shape, _contiguous(state.shape), state.dtype, device, state.trainable
+        )
 
     def result(self) -> Saved:
         index: dict[int, int] = {}

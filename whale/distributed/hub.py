@@ -144,11 +144,11 @@ def judge(ranks: Mapping[int, SeenRank], timeout_s: float, now: float) -> Verdic
         return _verdict(ended[0], ranks, now) if now - ranks[ended[0]].ended_at > grace_s else None
     if ended and 0 not in terminated:  # SIGTERM for some ranks only: nobody ends the whole job
         return _verdict(ended[0], ranks, now) if now - ranks[ended[0]].ended_at > GRACE_S else None
-    silent = [
-        rank
-        for rank, seen in ranks.items()
-        if seen.end is None and not seen.has_left and now - seen.heard_at > timeout_s
-    ]
+    silent = []
+    for rank, seen in ranks.items():
+        is_expected = seen.end is None and not seen.has_left
+        if is_expected and now - seen.heard_at > timeout_s:
+            silent.append(rank)
     return _verdict(min(silent), ranks, now) if silent else None
 
 
@@ -201,13 +201,11 @@ def _verdict(cause: int, ranks: Mapping[int, SeenRank], now: float) -> Verdict:
     else:
         what = f"rank {cause} failed at {seen.position}: {seen.text}"
         what += f". And {other[1]}" if other is not None else ""
-    others = positions(
-        {
-            rank: other.position
-            for rank, other in ranks.items()
-            if rank != cause and not other.has_left
-        }
-    )
+    waiting: dict[int, str] = {}
+    for rank, each in ranks.items():
+        if rank != cause and not each.has_left:
+            waiting[rank] = each.position
+    others = positions(waiting)
     return Verdict(
         cause, f"{what}. The others stood: {others}", seen.process if is_silent else None
     )

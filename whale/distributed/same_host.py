@@ -58,7 +58,7 @@ GREETING = struct.Struct("q")
 _COUNT = struct.Struct("Q")
 
 
-class Outgoing:
+class OutgoingRing:
     """The ring from this rank to another one on its host."""
 
     def __init__(
@@ -159,7 +159,7 @@ class Outgoing:
         self._by_group.clear()
 
 
-class Incoming:
+class IncomingRing:
     """The ring from another rank of this host to this one."""
 
     def __init__(
@@ -168,7 +168,7 @@ class Incoming:
         ring: mmap.mmap,
         group: dist.ProcessGroup,
         peer: int,
-        own: dict[int, Outgoing],
+        own: dict[int, OutgoingRing],
     ) -> None:
         """`own`: the rings out of this rank, which may still have something to send before it
         waits.
@@ -283,7 +283,7 @@ def _fill(buffer: Tensor, start: int, num_bytes: int) -> None:
 
 def connect(
     ranks: Ranks, pairs: Iterable[tuple[int, int]], is_wanted: bool = True
-) -> tuple[dict[int, Outgoing], dict[int, Incoming]]:
+) -> tuple[dict[int, OutgoingRing], dict[int, IncomingRing]]:
     """Rings from and to the ranks of this rank's host, by rank. All ranks call it; none where one
     of them could not be made.
 
@@ -299,16 +299,15 @@ def connect(
         path = str(Path(folder) / "door")
         host = _host()
         places: list[tuple[str, str] | None] = ranks.gather((host, path) if possible else None)
-        here = (
-            {rank for rank, place in enumerate(places) if place is not None and place[0] == host}
-            if possible
-            else set()
-        )
+        here: set[int] = set()
+        for rank, place in enumerate(places if possible else ()):
+            if place is not None and place[0] == host:
+                here.add(rank)
         own = [pair for pair in sorted(set(pairs)) if set(pair) <= here]
         sources = [source for source, destination in own if destination == ranks.rank]
         door: socket.socket | None = None
-        to: dict[int, Outgoing] = {}
-        incoming: dict[int, Incoming] = {}
+        to: dict[int, OutgoingRing] = {}
+        incoming: dict[int, IncomingRing] = {}
         problem: OSError | None = None
         try:
             if sources:
@@ -326,7 +325,7 @@ def connect(
             for _ in sources:
                 assert door is not None
                 source, connection, ring = _open(door, ranks)
-                incoming[source] = Incoming(connection, ring, group, source, to)
+                incoming[source] = IncomingRing(connection, ring, group, source, to)
         except OSError as error:
             problem = error
         failed = ranks.gather(problem is not None)
@@ -351,7 +350,7 @@ def _host() -> str:
 
 def _knock(
     place: tuple[str, str] | None, group: dist.ProcessGroup, source: int, destination: int
-) -> Outgoing:
+) -> OutgoingRing:
     assert place is not None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
@@ -365,7 +364,7 @@ def _knock(
     finally:
         os.close(memory)
     connection.setblocking(True)
-    return Outgoing(connection, ring, group, destination)
+    return OutgoingRing(connection, ring, group, destination)
 
 
 def _open(door: socket.socket, ranks: Ranks) -> tuple[int, socket.socket, mmap.mmap]:

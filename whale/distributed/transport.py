@@ -22,7 +22,7 @@ from torch import Tensor
 
 from whale.distributed.message import NUM_EPOCHS, Message
 from whale.distributed.ranks import Ranks
-from whale.distributed.same_host import Outgoing, connect
+from whale.distributed.same_host import OutgoingRing, connect
 from whale.distributed.same_host_collectives import SameHostCollectives
 from whale.dtypes import as_moved
 
@@ -213,7 +213,7 @@ class Transport:
             and others <= self._rings_from.keys()
         )
 
-    def ring_to(self, peer: int) -> Outgoing:
+    def ring_to(self, peer: int) -> OutgoingRing:
         """The ring to a rank that is reached through memory."""
         return self._rings_to[peer]
 

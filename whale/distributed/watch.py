@@ -201,12 +201,20 @@ class Watch:
 
     def _leave_after_threads(self) -> None:
         """Leaves when all other threads have ended, as the interpreter waits for them before
-        `atexit`: a checkpoint that is being written may need the watch to end.
+        `atexit`: a checkpoint that is being written may need the watch to end. In a thread of its
+        own: those of a `ThreadPoolExecutor` end only once the interpreter has begun to wait.
         """
+        others = []
         for thread in threading.enumerate():
             if not thread.daemon and thread is not threading.current_thread():
+                others.append(thread)
+
+        def leave() -> None:
+            for thread in others:
                 thread.join()
-        self.leave()
+            self.leave()
+
+        threading.Thread(target=leave, name="whale-leave").start()
 
     def _say(self, message: dict[str, Any]) -> None:
         assert self._connection is not None

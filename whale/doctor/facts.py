@@ -142,7 +142,7 @@ def _backends() -> list[Fact]:
 
 
 def _links() -> list[Fact]:
-    """Network interfaces that are up, with the speed that their driver tells."""
+    """Network interfaces that are up, with the speed that their driver reports."""
     section = "links"
     found = []
     for folder in sorted(Path("/sys/class/net").glob("*")):

@@ -111,7 +111,7 @@ class CheckedJob:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and inputs."""
+        """The type of weights and inputs."""
         return torch.float32 if self.is_fp16 else torch.float64
 
     @property
@@ -134,7 +134,8 @@ def exact_jobs(num_ranks: int) -> list[CheckedJob]:
     jobs += update_jobs(num_ranks)
     if num_ranks == 1:
         return jobs
-    stages = max(size for size in range(2, MAX_STAGES + 1) if num_ranks % size == 0 or size == 2)
+    divisors = [size for size in range(2, MAX_STAGES + 1) if num_ranks % size == 0]
+    stages = max(divisors, default=2)
     if num_ranks % stages == 0:
         for schedule in ("1f1b", "gpipe", "interleaved", "wave", "zero-bubble"):
             config = {"num_task_graph": stages, "num_micro_batch": 2 * stages, "schedule": schedule}

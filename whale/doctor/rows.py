@@ -140,7 +140,7 @@ def _median_s(call: Callable[[], object], ranks: Ranks, number: int) -> float:
 # ---- speed
 
 
-class Blocks(nn.Module):
+class AttentionBlocks(nn.Module):
     """Attention blocks with a loss, of about the shape of a language model."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -195,9 +195,9 @@ def check_speed(sizes: Sizes, num_ranks: int) -> list[Outcome]:
     return outcomes
 
 
-def _blocks(sizes: Sizes, device: str) -> Blocks:
+def _blocks(sizes: Sizes, device: str) -> AttentionBlocks:
     torch.manual_seed(0)
-    return Blocks(sizes).to(device)
+    return AttentionBlocks(sizes).to(device)
 
 
 def _whale_step(sizes: Sizes, whole: Tensor) -> Callable[[], object]:

@@ -25,7 +25,7 @@ from whale.distributed.job_cluster import ClusterLike
 from whale.distributed.platform import Event, Platform, StandIn
 from whale.distributed.ranks import Ranks
 from whale.emulation.links import AllReduceClock, EmulatedTransport, NetworkCards
-from whale.emulation.memory import Memory
+from whale.emulation.memory import EmulatedMemory
 from whale.emulation.pace import Pace, stretch_factor, wake_up_on_time
 from whale.emulation.settings import EmulationSettings, free_memory_bytes
 from whale.emulation.stub import Stub, batch_of, make_stub
@@ -167,7 +167,7 @@ class EmulatedPlatform(Platform):
         found: _Start = self.ranks.from_first(start)
         return found
 
-    def _place_weights(self, own_stages: Sequence[int], bucket_bytes: int) -> Memory:
+    def _place_weights(self, own_stages: Sequence[int], bucket_bytes: int) -> EmulatedMemory:
         """The memory of this rank with the weights in it; all ranks refuse together where they do
         not fit.
         """
@@ -175,7 +175,7 @@ class EmulatedPlatform(Platform):
         figures = times.figures.on(self.ranks.rank)
         shared = shared_bytes(times.plan, figures, own_stages)
         device = self._cluster.devices[self.ranks.rank]
-        memory = Memory(device, figures, own_stages, shared, bucket_bytes)
+        memory = EmulatedMemory(device, figures, own_stages, shared, bucket_bytes)
         with self.ranks.together():
             memory.place_weights()
         return memory

@@ -18,7 +18,7 @@ class EmulatedOutOfMemory(torch.OutOfMemoryError):
     """An emulated device is out of memory. The same type as a real one raises."""
 
 
-class Memory(Account):
+class EmulatedMemory(Account):
     """One emulated device."""
 
     def __init__(
@@ -61,6 +61,7 @@ def state_per_weight(optimizer: torch.optim.Optimizer) -> float:
     weights = states = 0
     for parameter, state in optimizer.state.items():
         weights += parameter.numel() * parameter.element_size()
-        tensors = (each for each in state.values() if isinstance(each, torch.Tensor) and each.ndim)
-        states += sum(each.numel() * each.element_size() for each in tensors)
+        for each in state.values():
+            if isinstance(each, torch.Tensor) and each.ndim:
+                states += each.numel() * each.element_size()
     return states / weights if weights else 0.0

@@ -18,7 +18,7 @@ unchanged. Its losses mean nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -139,12 +139,7 @@ def _flows(plan: Plan, segments: Sequence[Segment]) -> list[_Flow]:
                 {source[number], *(each.destination for each in crossings.get(number, ()))}
                 for number in range(len(plan.templates))
             ]
-            reached = frozenset(
-                segment
-                for segment in segments
-                if segment != source
-                and all(stage in each for stage, each in zip(segment, allowed, strict=True))
-            )
+            reached = frozenset(_reached(segments, allowed)) - {source}
             if _crosses_as_planned(source, reached, crossings):
                 found.append(_Flow(first, source, reached))
                 break
@@ -214,6 +209,13 @@ class StubModel(nn.Module):
         for loss in losses[1:]:
             total = total + loss
         return total
+
+
+def _reached(segments: Sequence[Segment], allowed: Sequence[set[int]]) -> Iterator[Segment]:
+    """Segments all of whose stages are allowed, those of each template apart."""
+    for segment in segments:
+        if all(stage in each for stage, each in zip(segment, allowed, strict=True)):
+            yield segment
 
 
 def _readers(plan: Plan, segments: Sequence[Segment], stages: Sequence[int]) -> set[Segment]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from whale.cluster.cluster import Cluster
-from whale.emulation.memory import Memory
+from whale.emulation.memory import EmulatedMemory
 from whale.emulation.pace import Pace
 from whale.scheduling import Action
 from whale.simulation.simulate import run
@@ -60,7 +60,7 @@ class Recorder:
         factor: float,
         rank: int,
         is_stub: bool,
-        memory: Memory,
+        memory: EmulatedMemory,
         cluster: Cluster,
     ) -> None:
         self._folder = folder

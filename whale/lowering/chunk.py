@@ -177,11 +177,7 @@ def build_chunk(
     values = crossing_values(captured, assignment)
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     sent = sorted({node for node, source, _ in assignment.crossings if source == stage})
-    updates = [
-        name
-        for name, node in captured.buffer_updates.items()
-        if assignment.result_stage[node] == stage
-    ]
+    updates = _buffers_written(captured, assignment, stage)
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in (*part.received, *part.inputs):
@@ -197,12 +193,10 @@ def build_chunk(
     )
     wanted = {*sent, *outputs, *terms, *(captured.buffer_updates[name] for name in updates)}
     regions = _copy_operations(graph, part.operations, around.regions, copies, objects, wanted)
-    results = []
-    for node in (*sent, *outputs):
-        copy = copies[node]
+    results = [copies[node] for node in (*sent, *outputs)]
+    for place, node in enumerate((*sent, *outputs)):
         if from_weights_alone(node, readers, part.state):  # its memory will hold other weights
-            copy = graph.call_function(aten.clone.default, (copy,))
-        results.append(copy)
+            results[place] = graph.call_function(aten.clone.default, (results[place],))
     results += _sum_of_terms(graph, [copies[node] for node in terms])
     results += [copies[captured.buffer_updates[name]] for name in updates]
     graph.output(tuple(results))
@@ -224,6 +218,15 @@ def build_chunk(
         is_random=any(is_random(node) for node in part.operations),
         uses=tuple(readers.uses) if readers is not None else (),
     )
+
+
+def _buffers_written(captured: CapturedGraph, assignment: Assignment, stage: int) -> list[str]:
+    """Names of the buffers that get new values in a stage."""
+    written = []
+    for name, node in captured.buffer_updates.items():
+        if assignment.result_stage[node] == stage:
+            written.append(name)
+    return written
 
 
 def _sum_of_terms(graph: Graph, terms: Sequence[Node]) -> list[Node]:
@@ -300,7 +303,7 @@ def _copy_state(
     for node in state:
         copies[node] = graph.create_node("get_attr", str(node.target))
         if str(node.target) in updated:
-            # what backward keeps must not change when the buffer gets its new value
+            # what is saved for backward must not change when the buffer gets its new value
             copies[node] = graph.call_function(aten.clone.default, (copies[node],))
 
 

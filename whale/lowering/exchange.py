@@ -177,7 +177,8 @@ def _start_even(
     if step.pattern == "reduce-scatter":
         outgoing = _packed(x, step.sends, in_order(step.sends, step.input_shape))
         result = x.new_empty(step.shape)
-        into, what = result.view(-1), outgoing
+        into = result.view(-1)
+        what = outgoing
         if x.is_complex():  # a sum of complex numbers is that of their real and imaginary parts
             into, what = (torch.view_as_real(part).view(-1) for part in (into, what))
         work = dist.reduce_scatter_single(into, what, group=group, async_op=True)

@@ -26,11 +26,11 @@ from whale.devices import DeviceCopy
 from whale.dtypes import as_bytes
 from whale.lowering.chunk import Chunk
 from whale.plans.plan import Plan
+from whale.plans.slices import Interval
 
 if TYPE_CHECKING:
     from whale.distributed.ranks import Ranks
 
-Interval = tuple[int, int]
 aten = torch.ops.aten
 
 

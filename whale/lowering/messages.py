@@ -20,7 +20,7 @@ from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
 from whale.plans.slices import bridge, whole
 from whale.scheduling import Action, Kind, Schedule
-from whale.scheduling.queues import Transfer
+from whale.scheduling.queues import QueuedTransfer
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,13 @@ def parts_of_action(bridges: Bridges, action: Action) -> tuple[MessagePart, ...]
     )
 
 
-def transfers_of(bridges: Bridges, schedule: Schedule, device: int) -> list[Transfer]:
+def transfers_of(bridges: Bridges, schedule: Schedule, device: int) -> list[QueuedTransfer]:
     """The sends and receives of a rank of this VirtualDevice, in its order."""
     found = []
     for action in schedule.orders[device]:
         if action.is_message:
             peers = {part.peer for part in parts_of_action(bridges, action)}
-            found.append(Transfer(action.kind is Kind.SEND, tuple(sorted(peers))))
+            found.append(QueuedTransfer(action.kind is Kind.SEND, tuple(sorted(peers))))
     return found
 
 

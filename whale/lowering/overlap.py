@@ -205,8 +205,8 @@ class GatherWatch:
         )
 
     @staticmethod
-    def _bring_back(kept: Any) -> Tensor:
-        return kept.tensor() if isinstance(kept, _Note) else kept
+    def _bring_back(saved: Any) -> Tensor:
+        return saved.tensor() if isinstance(saved, _Note) else saved
 
 
 _open: list[GatherWatch] = []
@@ -242,22 +242,17 @@ def overlap(module: GraphModule, keep: bool = True, away: Collection[str] = ()) 
         if node.target is aten.linear.default:
             _fuse(module, node, keep)
     plans = {node: plan for node in module.graph.nodes if (plan := _plan(module, node)) is not None}
-    exchanges = [
-        node for node, plan in plans.items() if plan.sends or plan.sends_back
-    ]  # on all devices the same ones
+    exchanges = []  # on all devices the same ones
+    for node, plan in plans.items():
+        if plan.sends or plan.sends_back:
+            exchanges.append(node)
     weights = [node for node in exchanges if node.args[0].op == "get_attr"]
     at_once = {node for node in weights if node.args[0].target in away}
     ends = [_take_apart(module, node, keep, node in at_once) for node in exchanges]
     if not keep:
         _watch(module.graph)
-    _prefetch(
-        module.graph,
-        [
-            (begin, end)
-            for node, (begin, end) in zip(exchanges, ends)
-            if node in weights and node not in at_once
-        ],
-    )
+    ahead = set(weights) - at_once
+    _prefetch(module.graph, [pair for node, pair in zip(exchanges, ends) if node in ahead])
     module.graph.lint()
     module.recompile()
 
@@ -292,7 +287,8 @@ def _fuse(module: GraphModule, node: Node, keep: bool) -> None:
     )
     name = f"linear_of_{node.name}"
     module.add_module(name, ShardedLinear(plan, groups))  # type: ignore[arg-type]
-    own_x, own_w = x.args[0], weight.args[0] if fuses_weight else weight  # type: ignore[union-attr]
+    own_x = x.args[0]  # type: ignore[union-attr]
+    own_w = weight.args[0] if fuses_weight else weight  # type: ignore[union-attr]
     with module.graph.inserting_before(node):
         fused = module.graph.call_module(name, (own_x, own_w, *rest))
     fused.meta = dict(node.meta)

@@ -33,7 +33,7 @@ from whale.planning.recompute import Regions, regions_of_stage
 from whale.planning.schedules import schedule_of_plan
 from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
-from whale.scheduling.queues import Transfer
+from whale.scheduling.queues import QueuedTransfer
 
 if TYPE_CHECKING:
     from whale.distributed.ranks import Ranks
@@ -112,7 +112,7 @@ class TemplateGraph:
 
     def transfers(
         self, schedule: scheduling.Schedule, batch_size: int
-    ) -> dict[int, list[Transfer]]:
+    ) -> dict[int, list[QueuedTransfer]]:
         """The sends and receives of every rank of these replicas, in its order."""
         samples = SampleMap(self.plan, batch_size, schedule.num_micro_batch)
         found = {}
@@ -195,12 +195,11 @@ class Lowered:
         """Stages that hand on values which may lie in the memory of a parameter: a slice of it, or
         one expanded over the samples.
         """
-        crossings = self.assignment.crossings
-        return frozenset(
-            source
-            for node, source, _ in crossings
-            if self.values[node].batch_dim is None or _is_view_of_parameter(node)
-        )
+        found = set()
+        for node, source, _ in self.assignment.crossings:
+            if self.values[node].batch_dim is None or _is_view_of_parameter(node):
+                found.add(source)
+        return frozenset(found)
 
     @cached_property
     def inputs(self) -> BatchInputs:

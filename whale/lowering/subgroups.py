@@ -90,12 +90,21 @@ class StageGroups:
         self._ranks = ranks
         self._shortcut = shortcut
         self._exchange = exchange
+        self._purpose = PURPOSE if has_statistics else ""
         self._on_grid: dict[tuple[int, ...], Groups] = {}
         """ranks of a grid -> groups of its places"""
         self._statistics: dict[tuple[int, tuple[int, ...]], Subgroup] = {}
         for view in plan.by_template:
+            for stage in view.stages:
+                if has_statistics:
+                    self._of_ranks(view.ranks_of_stage(stage.index))
             for device in view.virtual_devices:
                 self._make_groups(view, device, has_statistics)
+
+    def _of_ranks(self, members: Sequence[int]) -> dist.ProcessGroup | None:
+        """What carries sums of these ranks. All ranks ask for all of them, in the same order."""
+        is_shared = len(members) > 1
+        return self._ranks.group(members, self._purpose) if is_shared else None
 
     def _make_groups(self, view: Plan, device: VirtualDevice, has_statistics: bool) -> None:
         if device.grid is None:
@@ -128,7 +137,7 @@ class StageGroups:
         members = self._plan.ranks_of_stage(stage)
         if len(members) == 1:
             return None
-        group = self._ranks.group(members)
+        group = self._of_ranks(members)
         return Subgroup(len(members), members.index(self._ranks.rank), group, self._shortcut)
 
     def grid(self, device: int) -> GridGroups:

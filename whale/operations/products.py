@@ -108,7 +108,27 @@ def _without(whole: set[str], names: list[str]) -> list[Label]:
     return [None if name in whole else name for name in names]
 
 
-@row("_grouped_mm grouped_mm grouped_mm_fallback", linear=in_first)
+@row(
+    "cross linalg_cross",
+    linear=in_each,
+    mixes="`{name}` works across the samples: its dim is the batch, or would be where there are 3 "
+    "of them. Try: dim=-1",
+)
+def cross(op: Operation) -> Dims | None:
+    """Whole along the dim of three entries. `cross` without a dim takes the first of that size: a
+    part of a dim before it could have three entries, too.
+    """
+    shape = op.outputs[0]
+    given = op.argument("dim")
+    if given is None:
+        whole = range(shape.index(3) + 1)
+    else:
+        whole = range(int(given) % len(shape), int(given) % len(shape) + 1)
+    labels = letters("d", len(shape), whole)
+    return dims([labels] * len(op.inputs), [labels])
+
+
+@row("_grouped_mm grouped_mm grouped_mm_fallback", kind="grouped product", linear=in_first)
 def grouped_mm(op: Operation) -> Dims | None:
     """Rows sorted by expert, [rows, k], times the matrix of their expert, [experts, k, n]. Cut by
     experts, every device does the rows of its own and gives zeros for the others."""

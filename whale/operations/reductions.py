@@ -115,7 +115,9 @@ MATRIX_ROWS = "`{name}` takes the samples as rows of one matrix"
 @row(
     "svd qr cholesky inverse det slogdet logdet pinverse matrix_exp linalg_svd linalg_svdvals "
     "linalg_qr linalg_cholesky linalg_inv linalg_pinv linalg_det linalg_slogdet linalg_eig "
-    "linalg_eigh linalg_eigvalsh linalg_matrix_power cov corrcoef tril triu",
+    "linalg_eigh linalg_eigvals linalg_eigvalsh linalg_matrix_power linalg_matrix_exp "
+    "linalg_matrix_rank linalg_cond linalg_lu linalg_lu_factor cholesky_inverse cov corrcoef "
+    "tril triu",
     mixes=MATRIX_ROWS,
 )
 def matrix(op: Operation) -> Dims | None:
@@ -132,6 +134,43 @@ def matrix(op: Operation) -> Dims | None:
 
 
 add_rows("tril triu", linear=in_first)
+
+PIVOTS = ("LU_pivots", "pivots")
+"""arguments of the solvers that hold a vector for each matrix"""
+
+
+@row(
+    "linalg_solve linalg_solve_triangular triangular_solve linalg_lstsq cholesky_solve lu_solve "
+    "linalg_lu_solve",
+    mixes=MATRIX_ROWS,
+)
+def solve(op: Operation) -> Dims | None:
+    """Systems of equations, in the last two dims of every tensor but for vectors; the dims before
+    them are independent, and broadcast. What `linalg_lstsq` does not compute is empty.
+    """
+    num_own = [2] * len(op.shapes)
+    for name in PIVOTS:
+        slot = op.slot(name)
+        if slot is not None:
+            num_own[slot] = 1
+    # torch's rule for right-hand sides that are vectors
+    if op.name in ("linalg_solve", "linalg_lstsq"):
+        if len(op.shapes[1]) == 1 or op.shapes[1] == op.shapes[0][:-1]:
+            num_own[1] = 1
+    num_lead = max(len(shape) - own for shape, own in zip(op.shapes, num_own, strict=True))
+    lead = letters("d", num_lead)
+    inputs: list[Labels] = []
+    for shape, own in zip(op.shapes, num_own, strict=True):
+        inputs.append([*lead[num_lead - len(shape) + own :], *([None] * own)])
+    outputs: list[Labels] = []
+    for shape in op.outputs:
+        found = [] if shape == (0,) else lead
+        outputs.append([*found, *([None] * (len(shape) - len(found)))])
+    return dims(inputs, outputs, after=dict.fromkeys(map(str, lead), SAME))
+
+
+# the same for entries in any order; how many counts there are depends on their values
+add_rows("histc bincount", kind="histogram")
 
 # --------------------------------------------------------------------------------------------------
 # losses

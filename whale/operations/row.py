@@ -109,8 +109,8 @@ class Row:
     is that of the operation, `{equation}` that of an einsum"""
     kind: str = ""
     """family that readers treat alike: `pointwise` where torch has no tag for it, `cast`, `view`
-    (reshapes), `permute`, `expand`, `split`, `create`, `count`, `pool`, `dropout`, `loss`,
-    `class loss`"""
+    (reshapes), `permute`, `expand`, `split`, `create`, `count`, `histogram`, `grouped product`,
+    `pool`, `dropout`, `loss`, `class loss`"""
     moves: bool = False
     """entries are moved or repeated, never changed"""
     batch_first: int = 0

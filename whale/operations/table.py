@@ -55,6 +55,8 @@ NEW_LIKE = frozenset(name for name in CREATORS if name.startswith("new_"))
 """creators whose second argument is a size"""
 COUNTERS = names_of_kind("count")
 """creators whose values say the position"""
+HISTOGRAMS = names_of_kind("histogram")
+GROUPED_PRODUCTS = names_of_kind("grouped product")
 DROPOUTS = names_of_kind("dropout")
 POOLINGS = names_of_kind("pool")
 POINTWISE_LOSSES = names_of_kind("loss")

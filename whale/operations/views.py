@@ -155,9 +155,13 @@ def expand(op: Operation) -> Dims | None:
     return dims([own], [labels])
 
 
+ALWAYS_ALONG = {"flipud": 0, "fliplr": 1}
+"""dims of operations that are not given one"""
+
+
 @row(
-    "slice narrow select unbind roll flip cumsum cumprod cummax cummin logcumsumexp sort argsort "
-    "topk unfold diff select_scatter slice_scatter"
+    "slice narrow select unbind roll flip flipud fliplr cumsum cumprod cummax cummin logcumsumexp "
+    "sort argsort topk unfold diff select_scatter slice_scatter"
 )
 def along_dim(op: Operation) -> Dims | None:
     """Whole along the dims that are named; a slice of everything is no slice. The others run
@@ -166,6 +170,8 @@ def along_dim(op: Operation) -> Dims | None:
     shape = op.shapes[0]
     named = "dims" if "dims" in op.defaults else "dim"
     whole = set(dims_of(op, len(shape), "dimension" if op.name == "unfold" else named))
+    if op.name in ALWAYS_ALONG:
+        whole = {ALWAYS_ALONG[op.name]}
     if op.name == "slice" and shape == op.outputs[0]:
         whole = set()
     labels = letters("d", len(shape), whole)
@@ -181,7 +187,7 @@ def along_dim(op: Operation) -> Dims | None:
     return dims(sources, [result] * len(op.outputs))
 
 
-add_rows("slice narrow select unbind roll flip cumsum", linear=in_first)
+add_rows("slice narrow select unbind roll flip flipud fliplr cumsum", linear=in_first)
 add_rows("diff", linear=in_all)  # together with what stands in front and behind
 add_rows("slice narrow select unbind", moves=True, free=True)
 add_rows("select", mixes="one sample is picked out of the batch by its position")

@@ -117,11 +117,10 @@ class Arrangement:
             if split.operations is None:
                 strategies[chunk] = strategy
                 continue
-            own = [
-                node
-                for node in activations
-                if found.of_operation[node] == chunk and node in split.operations
-            ]
+            own = []
+            for node in activations:
+                if found.of_operation[node] == chunk and node in split.operations:
+                    own.append(node)
             of_operation |= dict.fromkeys(own, len(strategies))
             strategies.append(strategy)
             labels.append(label_of(own))

@@ -17,6 +17,7 @@ from whale.operations.nodes import trains_batch_norm
 from whale.planning.balance import explain_shares
 from whale.planning.describe import describe_task_graphs, holders, tie_decisions, update_decisions
 from whale.planning.drafts import Draft
+from whale.planning.gradient_moments import with_moments
 from whale.planning.offload_account import Homes, StepLoad, with_homes
 from whale.planning.offload_figures import with_offload
 from whale.planning.offload_text import offload_decisions
@@ -29,7 +30,7 @@ from whale.planning.stages import RECOMPUTED
 from whale.planning.workload import Workload
 from whale.planning.zero import with_zero_figures, zero_decision
 from whale.planning.zero_blocks import blocks_of, grid_blocks
-from whale.plans.blocks import Block
+from whale.plans.blocks import GRADIENTS_TOO, Block
 from whale.plans.figures import Figures
 from whale.plans.plan import (
     PLAN_FORMAT,
@@ -225,7 +226,8 @@ def _figures(problem: Problem, workload: Workload, draft: Draft) -> Figures:
     )
     if not draft.zero.level:
         return figures
-    return with_zero_figures(figures, draft.zero.figures(draft.device_loads.fractions))
+    figures = with_zero_figures(figures, draft.zero.figures(draft.device_loads.fractions))
+    return with_moments(figures, workload, draft) if draft.zero.level >= GRADIENTS_TOO else figures
 
 
 def _balance_decisions(problem: Problem, draft: Draft) -> list[Decision]:
@@ -277,7 +279,8 @@ def _batch_norm_notes(captured: CapturedGraph, num_micro_batch: int) -> list[str
 def _narrow_sum_notes(captured: CapturedGraph, plan: Plan) -> list[str]:
     """Notes on gradients that are summed over devices in 16 bits."""
     narrow = (torch.float16, torch.bfloat16)
-    found = [each for each in captured.state.values() if each.trainable and each.dtype in narrow]
+    trained = [each for each in captured.state.values() if each.trainable]
+    found = [each for each in trained if each.dtype in narrow]
     has_sums = any(len(plan.ranks_of_stage(stage.index)) > 1 for stage in plan.stages)
     if not found or not has_sums:
         return []

@@ -301,11 +301,10 @@ def explain_shares(devices: DeviceLoads, size: int) -> tuple[str, str]:
     )
     if even is not None and even > division.slowest_s * (1 + 1e-9):
         why += f", {even / division.slowest_s:.3g} times less than with even shares"
-    limited = [
-        rank
-        for rank, share in enumerate(shares)
-        if share and share == devices.memory[rank].most_samples() < UNLIMITED
-    ]
+    limited = []
+    for rank, share in enumerate(shares):
+        if share and share == devices.memory[rank].most_samples() < UNLIMITED:
+            limited.append(rank)
     if limited:
         why += f"; memory of rank {listed(limited, SHOWN)} is full"
     full = [rank for rank in idle if devices.memory[rank].most_samples() < 1]

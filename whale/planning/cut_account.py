@@ -8,9 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from torch.fx import Node
+
 from whale import scheduling
 from whale.capture.graph import CapturedGraph
 from whale.capture.sample_states import batch_dim
+from whale.cluster.kinds import DeviceKind
 from whale.operations.nodes import trains_batch_norm
 from whale.planning.balance import DeviceLoads
 from whale.planning.describe import holders
@@ -106,44 +109,26 @@ class CutAccount:
         problem = self.problem
         workload = self.workload
         kinds = [device.kind for device in problem.cluster.devices]
-        loads = {}
-        memory = {}
+        loads: dict[int, Load] = {}
+        memory: dict[int, DeviceMemory] = {}
         for device in self.placement.virtual_devices:
-            stages = self._stages_of(device)
-            operations = [
-                node for stage in stages for node in self.assignment.slices[stage].operations
-            ]
-            again = {
-                node
-                for stage in stages
-                for node in self._stages_saved.regions(stage, choice[stage])
-            }
             is_here = device.grid is not None or not shares_blocks
             known = self._stages_here if is_here else self._stages_saved
+            stages = self._stages_of(device)
             needed = known.memory(stages, dict(enumerate(choice)), schedule.orders[device.index])
             if device.grid is not None:
-                load = Load(
-                    sum(self._grid_seconds(stage, choice[stage]) for stage in stages)
-                    / self.split.num_samples
-                )
-                for place, part in enumerate(
-                    self._on_grid(stages, needed, dict(enumerate(choice)), schedule)
-                ):
-                    for rank in (members[place] for members in device.ranks):
-                        loads[rank], memory[rank] = (
-                            load,
-                            replace(part, capacity_bytes=kinds[rank].memory_bytes),
-                        )
+                loads |= self._grid_loads(device, choice)
+                found = self._on_grid(stages, needed, dict(enumerate(choice)), schedule)
+                for members in device.ranks:
+                    memory |= dict(zip(members, found, strict=True))
                 continue
+            loads |= self._replicated_loads(device, choice)
             if not self.zero.level:
                 needed = needed.with_shared(self._shared_bytes(tuple(stages)))
-            totals = {
-                kind: workload.times(operations, kind, again).total
-                for kind in {kinds[rank] for rank in device.all_ranks}
-            }
-            for rank in device.all_ranks:
-                loads[rank] = Load(totals[kinds[rank]].sample_s, totals[kinds[rank]].fixed_s)
-                memory[rank] = replace(needed, capacity_bytes=kinds[rank].memory_bytes)
+            elif self.zero.level >= GRADIENTS_TOO and shares_blocks:
+                more = self._whole_gradients(stages, schedule.orders[device.index])
+                needed = replace(needed, buffer_bytes=needed.buffer_bytes + more)
+            memory |= dict.fromkeys(device.all_ranks, needed)
         ranks = range(problem.cluster.num_devices)
         least = _least_samples(problem.captured, self.assignment)
         if self.zero.level >= GRADIENTS_TOO and any(
@@ -153,7 +138,7 @@ class CutAccount:
         devices = DeviceLoads(
             self.placement.virtual_devices,
             tuple(loads[rank] for rank in ranks),
-            tuple(memory[rank] for rank in ranks),
+            tuple(replace(memory[rank], capacity_bytes=kinds[rank].memory_bytes) for rank in ranks),
             tuple(kind.name for kind in kinds),
             least,
             workload.batch_bytes / (problem.mini_batch_size or problem.batch_size),
@@ -165,6 +150,36 @@ class CutAccount:
         if not self.offload.is_any:
             return devices
         return self.account.apply(devices, self._activations(choice, schedule, devices))
+
+    def _grid_loads(self, device: VirtualDevice, choice: Choice) -> dict[int, Load]:
+        """Load of every rank of a grid: a sample of the replica, which all its devices do."""
+        seconds = sum(self._grid_seconds(stage, choice[stage]) for stage in self._stages_of(device))
+        return dict.fromkeys(device.all_ranks, Load(seconds / self.split.num_samples))
+
+    def _replicated_loads(self, device: VirtualDevice, choice: Choice) -> dict[int, Load]:
+        """Load of every rank that runs the stages of a VirtualDevice alone."""
+        operations: list[Node] = []
+        again: set[Node] = set()
+        for stage in self._stages_of(device):
+            operations += self.assignment.slices[stage].operations
+            again |= set(self._stages_saved.regions(stage, choice[stage]))
+        of_kind: dict[DeviceKind, Load] = {}
+        loads = {}
+        for rank in device.all_ranks:
+            kind = self.problem.cluster.devices[rank].kind
+            if kind not in of_kind:
+                total = self.workload.times(operations, kind, again).total
+                of_kind[kind] = Load(total.sample_s, total.fixed_s)
+            loads[rank] = of_kind[kind]
+        return loads
+
+    def _whole_gradients(self, stages: Sequence[int], order: Sequence[scheduling.Action]) -> int:
+        """Bytes of gradients that the second half of a split backward makes before ZeRO reduces
+        them: those of a whole stage.
+        """
+        split = {action.stage for action in order if action.kind is scheduling.Kind.WEIGHT}
+        slices = [self.assignment.slices[stage] for stage in stages if stage in split]
+        return max((sum(self.workload.trained_bytes(part)) for part in slices), default=0)
 
     def _with_zero(self, devices: DeviceLoads) -> DeviceLoads:
         """The devices with parts of the blocks: as much as each has memory for, of what stays on

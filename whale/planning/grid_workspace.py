@@ -133,11 +133,10 @@ class OnDevice:
                 self.lies(value), target
             ):
                 found.setdefault((value, target), (len(self.operations), None, 0))
-        fused = {
-            node
-            for key, (_, node, slot) in found.items()
-            if self._is_fused(key, node, slot) and num_readers[key] == 1
-        }
+        fused = set()
+        for key, (_, reader, slot) in found.items():
+            if num_readers[key] == 1 and self._is_fused(key, reader, slot):
+                fused.add(reader)
         changes: dict[int, list[ValueExchange]] = {}
         for (value, target), (index, reader, _) in found.items():
             is_fused = reader in fused and num_readers[value, target] == 1

@@ -159,9 +159,9 @@ class GridProblem:
         if given is None:
             shapes = [*grid_shapes(alike[0].num_devices, self._is_flat(alike))]
         is_summa = self._is_summa(alike)
-        grids = [
-            Grid(*each) for each in shapes if each and (not is_summa or each[0] == each[1] > 1)
-        ]
+        grids = [Grid(*each) for each in shapes if each]
+        if is_summa:
+            grids = [grid for grid in grids if grid.gx == grid.gy > 1]
         tried = [self._try(alike, grid) for grid in self._promising(alike, grids)]
         fitting = [each for each in tried if self._fits(each)]
         if not fitting and not self._is_hopeless(alike):  # less memory is worth time then
@@ -254,11 +254,10 @@ class GridProblem:
         fixed: dict[str, Layout] = {}
         for node in self._spaces[stage].parameters:
             name = str(node.target)
-            others = [
-                other
-                for other, part in enumerate(self.assignment.slices)
-                if other != stage and node in part.state
-            ]
+            others = []
+            for other, part in enumerate(self.assignment.slices):
+                if other != stage and node in part.state:
+                    others.append(other)
             earlier = [done[other].stored[name] for other in others if other in done]
             if any(self.device_of_stage[other] not in alike for other in others):
                 fixed[name] = whole(Cut(size) for size in self.captured.state[name].shape)

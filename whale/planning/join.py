@@ -127,12 +127,10 @@ def joined_figures(
             state.on(rank) for state in states if {stage - first for stage in state.stages} & own
         ]
         trained = sum(state.trained_bytes for state in held)
-        number = sum(
-            captured.state[name].trainable
-            for name, stages in joined.holders.items()
-            if {stage - first for stage in stages} & own
-            and captured.state[name].kind == "parameter"
-        )
+        number = 0
+        for name, stages in joined.holders.items():
+            if captured.state[name].trainable and {stage - first for stage in stages} & own:
+                number += 1
         update_s.append(
             update_seconds(
                 trained, _shared(joined, held), number, optimizer_ratio, device.kind, work

@@ -68,3 +68,7 @@ class Offload:
     def has_blocks(self) -> bool:
         """Whether parameters, their gradients or states are at home elsewhere."""
         return self.level > 0
+
+
+ON_DEVICES = Offload()
+"""nothing is at home elsewhere"""

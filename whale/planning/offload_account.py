@@ -253,7 +253,7 @@ class OffloadAccount:
                 absent[OPTIMIZER] += ratio * part.trained
         if absent[OPTIMIZER] and self.updated_on == "device":
             pool += self._state_slots(homes.of[group, "optimizer"], parts)
-        if absent[GRADIENTS] and own.is_grid:
+        if absent[GRADIENTS]:  # those of one block are on their way to their home
             pool += max((part.trained for part in parts), default=0.0)
         return absent, pool + sum(slots.values())
 

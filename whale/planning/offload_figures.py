@@ -11,9 +11,10 @@ from whale.cluster.cluster import Memories
 from whale.planning.balance import DeviceLoads
 from whale.planning.offload_account import Homes, OffloadAccount, StepLoad
 from whale.planning.offload_groups import Group, Part
+from whale.planning.workload import INSIDE_OPERATIONS
 from whale.plans.away import AwayFigures, Held, Traffic, Transfers, UpdateTimes
 from whale.plans.blocks import Memory
-from whale.plans.figures import Figures
+from whale.plans.figures import Figures, ZeroFigures
 from whale.plans.plan import DeviceMemory
 from whale.scheduling.memory import NOTHING
 from whale.simulation.memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS
@@ -56,10 +57,26 @@ def with_offload(
     stages = list(figures.stages)
     for number, stage_activations in enumerate(step.activations):
         here = stage_activations.resident(stages[number].memory)
-        stages[number] = replace(stages[number], memory=here)
+        stages[number] = replace(stages[number], memory=here, moments=())
+    away = tuple(made.values())
+    absent = {rank: sum(each.absent.values()) for each in away for rank in each.ranks}
     return replace(
-        figures, stages=tuple(stages), update_s=tuple(update_s), away=tuple(made.values())
+        figures,
+        stages=tuple(stages),
+        update_s=tuple(update_s),
+        away=away,
+        zero=tuple(_with_spared(group, absent) for group in figures.zero),
     )
+
+
+def _with_spared(group: ZeroFigures, absent: Mapping[int, float]) -> ZeroFigures:
+    """A group of ranks without the workspace of what they have elsewhere. `absent`: bytes of that, by
+    rank.
+    """
+    spared = []
+    for rank, known in zip(group.ranks, group.spared_bytes, strict=True):
+        spared.append(known + round(INSIDE_OPERATIONS * absent.get(rank, 0.0)))
+    return replace(group, spared_bytes=tuple(spared))
 
 
 def _rest(group: Group, one: AwayFigures, memory: DeviceMemory) -> float:

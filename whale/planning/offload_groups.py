@@ -44,11 +44,12 @@ class Group:
 def groups_of(sharing: Sharing, split: Split, workload: Workload) -> list[Group]:
     """The groups of all VirtualDevices that hold blocks."""
     sizes = _Sizes(split, workload)
-    return [
-        _group(sharing, sizes, device.index, device.grid is not None)
-        for device in sharing.virtual_devices
-        if device.grid is not None or device in sharing.groups
-    ]
+    found = []
+    for device in sharing.virtual_devices:
+        is_grid = device.grid is not None
+        if is_grid or device in sharing.groups:
+            found.append(_group(sharing, sizes, device.index, is_grid))
+    return found
 
 
 def _group(sharing: Sharing, sizes: _Sizes, index: int, is_grid: bool) -> Group:
@@ -57,7 +58,9 @@ def _group(sharing: Sharing, sizes: _Sizes, index: int, is_grid: bool) -> Group:
     cut = sizes.split.cut_names if is_grid else None
     blocks = []
     for layer in sharing.layers(device):
-        names = tuple(name for name in layer if cut is None or name in cut)
+        names = tuple(layer)
+        if cut is not None:
+            names = tuple(name for name in layer if name in cut)
         if names:
             blocks.append(names)
     return Group(

@@ -352,11 +352,12 @@ def sharded_weights(
             same = list(
                 dict.fromkeys(layout.same_places(grid, place) for place in range(grid.num_devices))
             )
-            known[key] = same, [layout.local_count(grid, line[0]) for line in same]
+            known[key] = same, [layout.local_count(grid, places[0]) for places in same]
         same, counts = known[key]
         members = [ranks for stage in holders[name] for ranks in devices[stage].ranks]
         parts = tuple(
-            tuple(sorted({ranks[place] for ranks in members for place in line})) for line in same
+            tuple(sorted({ranks[place] for ranks in members for place in places}))
+            for places in same
         )
         found[name] = ShardedWeight(
             tuple(count * captured.state[name].dtype.itemsize for count in counts), parts

@@ -135,7 +135,8 @@ def _free(operations: Sequence[Node], gradients: Collection[Node], taken: Region
     for node in operations:
         if node in gradients or any(source in dependent for source in node.all_input_nodes):
             dependent.add(node)
-    return [node for node in operations if node in dependent and node not in taken]
+    free = dependent.difference(taken)
+    return [node for node in operations if node in free]
 
 
 def cut_regions(
@@ -159,13 +160,12 @@ def cut_regions(
     for number in range(1, count):
         goal = before[-1] * number / count
         reach = before[-1] / (2 * count)
-        points = [
-            point
-            for point in range(starts[-1] + 1, len(operations))
+        points = []
+        for point in range(starts[-1] + 1, len(operations)):
             # a list is never cut from its parts
-            if abs(before[point] - goal) <= reach
-            and operations[point].target is not operator.getitem
-        ]
+            is_whole = operations[point].target is not operator.getitem
+            if is_whole and abs(before[point] - goal) <= reach:
+                points.append(point)
         if points:
             starts.append(min(points, key=lambda point: (alive[point], abs(before[point] - goal))))
     return [

@@ -2,7 +2,7 @@
 
     plan_of_replicas        replicas in groups of alike ones; samples of each group
       plan of a group       as any plan, for the devices and the samples of the group alone
-                            (`ReplicaDrafts`): cuts, recomputation, schedule, shares, under memory
+                            (`replica_drafts.py`): cuts, recomputation, schedule, shares
     join                    the groups as the templates of one plan: ranks and stages counted
                             through, gradients over whoever holds the same weights
 
@@ -12,30 +12,18 @@ simulation says of each group, until the slowest does not get faster.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from torch.fx import Node
-
-from whale.capture.kinds import ValueKind
 from whale.names import count
 from whale.operations.nodes import trains_batch_norm
-from whale.planning.assemble import assemble
-from whale.planning.balance import Order
-from whale.planning.drafts import Draft, OrderDrafts, StageCut
-from whale.planning.grids import with_grids
 from whale.planning.join import join
-from whale.planning.pipeline_cuts import PipelineCuts
-from whale.planning.pricing import typical_share
 from whale.planning.problem import Problem, check_loss_and_buffers, precision_decision
-from whale.planning.replica_specs import ReplicaSpec, activations, alike, check_specs
+from whale.planning.replica_drafts import GroupDraft, draft_of_group, ranks_of_group
+from whale.planning.replica_specs import ReplicaSpec, alike, check_specs
 from whale.planning.stages import Assignment
-from whale.planning.task_graphs import TaskGraphs, label_of
-from whale.planning.workload import Workload
 from whale.plans.plan import Decision, Plan
-from whale.plans.shares import DoesNotFit, Load, best_shares, check_batch
-from whale.plans.virtual_devices import DevicePlacement, VirtualDevice
+from whale.plans.shares import DoesNotFit, Load, best_shares
 from whale.simulation.simulate import step_seconds
 from whale.units import human_seconds
 
@@ -59,7 +47,7 @@ def plan_of_replicas(
     assignment = drafts[0].draft.assignment
     if len(plans) == 1:
         return _with_precision(problem, _on_ranks(problem, plans[0], groups[0])), assignment
-    ranks = [_ranks(group) for group in groups]
+    ranks = [ranks_of_group(group) for group in groups]
     joined = join(problem, plans, ranks, _decisions(plans))
     return _with_precision(problem, joined), assignment
 
@@ -122,181 +110,13 @@ def refuse_heterogeneous(problem: Problem) -> None:
         )
 
 
-@dataclass(frozen=True)
-class GroupDraft:
-    """Alike replicas with the samples that they get, on devices that are counted from 0."""
-
-    problem: Problem
-    workload: Workload
-    draft: Draft
-
-    def plan(self, model: str) -> Plan:
-        return assemble(self.problem, self.workload, self.draft, model)
-
-
-def _draft(problem: Problem, group: Sequence[ReplicaSpec], num_samples: int) -> GroupDraft:
-    """The best draft for these replicas; raises where memory is too small."""
-    spec = group[0]
-    config = problem.config.replace(
-        replicas=None,
-        num_task_graph=None,
-        num_micro_batch=spec.num_micro_batch,
-        schedule=spec.schedule,
-        num_waves=spec.num_waves,
-        recompute=list(spec.recompute) if isinstance(spec.recompute, tuple) else spec.recompute,
-    )
-    devices = [problem.cluster.devices[rank] for rank in _ranks(group)]
-    own = replace(
-        problem,
-        cluster=problem.cluster.in_order(devices),
-        config=config,
-        batch_size=num_samples,
-        mini_batch_size=problem.batch_size if num_samples < problem.batch_size else 0,
-        # devices of other replicas have a say in it
-        float32_precision=problem.float32_precision if problem.dtype == "tf32" else "highest",
-    )
-    workload = Workload(
-        own.captured,
-        num_samples,
-        own.facts.gradients,
-        own.optimizer_ratio,
-        own.dtype,
-        typical_share(num_samples, spec.num_micro_batch, len(group)),
-        own.mini_batch_size,
-        own.update_work,
-        own.cluster.layer_times,
-        facts=own.facts,
-    )
-    order = Order("as given", tuple(range(len(devices))))
-    names = ", ".join(str(rank) for rank in group[0].ranks)
-    try:
-        return GroupDraft(own, workload, ReplicaDrafts(own, workload, order, spec.local()).best())
-    except DoesNotFit as error:
-        raise DoesNotFit(f"the model replica on ranks {names}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"the model replica on ranks {names}: {error}") from None
-
-
-def _ranks(group: Sequence[ReplicaSpec]) -> list[int]:
-    """The ranks of alike replicas, one replica after the other."""
-    return [rank for spec in group for rank in spec.ranks]
-
-
-@dataclass(frozen=True)
-class ReplicaDrafts(OrderDrafts):
-    """The drafts of alike replicas whose stages are given."""
-
-    spec: ReplicaSpec
-    """with its devices counted from 0"""
-
-    def best(self) -> Draft:
-        starts = self.spec.starts
-        if starts is None:
-            return super().best()
-        task_graphs = self._given_cut(starts)
-        devices = self.spec.devices
-        of_stage = tuple(devices.index(stage.ranks) for stage in self.spec.stages)
-        placement = replace(self._placement, of_task_graph=of_stage)
-        return self._draft(StageCut(task_graphs, "as given", placement, is_chunked=True))
-
-    def _given_cut(self, starts: Sequence[int]) -> TaskGraphs:
-        """Every stage from its first operation to that of the next."""
-        nodes = activations(self.problem.captured, self.problem.kinds)
-        of_operation: dict[Node, int] = {}
-        labels = []
-        for stage, start in enumerate(starts):
-            stop = starts[stage + 1] if stage + 1 < len(starts) else len(nodes)
-            own = nodes[start:stop]
-            if not own:
-                raise ValueError(
-                    f"stage {stage} from operation {start} to {stop} of the graph does nothing. "
-                    f"Try: starts between 1 and {len(nodes) - 1} that rise from stage to stage"
-                )
-            of_operation |= dict.fromkeys(own, stage)
-            labels.append(label_of(own))
-        strategies = tuple(stage.strategy for stage in self.spec.stages)
-        return TaskGraphs(of_operation, strategies, tuple(labels), "cuts as given")
-
-    @cached_property
-    def _cuts(self) -> PipelineCuts:
-        return ReplicaCuts(self.problem, self.workload, self._operations, self.order, self.spec)
-
-    @cached_property
-    def _placement(self) -> DevicePlacement:
-        problem = self.problem
-        spec = self.spec
-        width = len(spec.ranks)
-        num_replicas = problem.cluster.num_devices // width
-        devices = []
-        for index, members in enumerate(spec.devices):
-            ranks = tuple(
-                tuple(replica * width + rank for rank in members) for replica in range(num_replicas)
-            )
-            devices.append(VirtualDevice(index, ranks))
-        strategies = tuple(
-            next(stage.strategy for stage in spec.stages if stage.ranks == members)
-            for members in spec.devices
-        )
-        wanted = TaskGraphs({}, strategies, ("a part of the model",) * len(devices), "")
-        placement = DevicePlacement(
-            tuple(devices), tuple(range(len(devices))), num_replicas, "as given"
-        )
-        placement = with_grids(placement, wanted)
-        widest = max(num_replicas * each.num_sample_parts for each in placement.virtual_devices)
-        check_batch(problem.batch_size, spec.num_micro_batch, widest)
-        check_loss_and_buffers(problem.captured, problem.not_additive, widest, spec.num_micro_batch)
-        return placement
-
-
-@dataclass(frozen=True)
-class ReplicaCuts(PipelineCuts):
-    """Cuts into stages whose devices are given: of any width, and `split` or not."""
-
-    spec: ReplicaSpec
-
-    @property
-    def annotated(self) -> TaskGraphs | None:
-        """One stage needs no cut; several are cut by time."""
-        if len(self.spec.devices) > 1:
-            return None
-        activations = [
-            node for node in self.operations if self.problem.kinds[node] is ValueKind.ACTIVATION
-        ]
-        of_operation = dict.fromkeys(activations, 0)
-        strategies = (self.spec.stages[0].strategy,)
-        return TaskGraphs(of_operation, strategies, ("the whole model",), "one stage, as given")
-
-    @property
-    def wanted(self) -> TaskGraphs:
-        strategies = tuple(stage.strategy for stage in self.spec.stages)
-        return TaskGraphs({}, strategies, ("a part of the model",) * len(strategies), "")
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.spec.devices)
-
-    @cached_property
-    def ranks(self) -> list[list[tuple[int, ...]]]:
-        width = len(self.spec.ranks)
-        num_replicas = self.problem.cluster.num_devices // width
-        return [
-            [tuple(replica * width + rank for rank in members) for replica in range(num_replicas)]
-            for members in self.spec.devices
-        ]
-
-    def each(self) -> Iterator[tuple[TaskGraphs, str]]:
-        for task_graphs, _ in super().each():
-            strategies = tuple(stage.strategy for stage in self.spec.stages)
-            yield replace(task_graphs, strategies=strategies), task_graphs.reason
-
-
 def _first_drafts(problem: Problem, groups: Sequence[Sequence[ReplicaSpec]]) -> list[GroupDraft]:
     """A draft of every group: with the samples given, the others by the rates of the devices, and
     where these do not fit into memory, with as many as do.
     """
     loads = []
     for group in groups:
-        devices = [problem.cluster.devices[rank] for rank in _ranks(group)]
+        devices = [problem.cluster.devices[rank] for rank in ranks_of_group(group)]
         rates = [device.kind.reached_flop_per_s(problem.dtype) for device in devices]
         loads.append(Load(1.0 / sum(rates)))
     while True:
@@ -304,7 +124,7 @@ def _first_drafts(problem: Problem, groups: Sequence[Sequence[ReplicaSpec]]) -> 
         drafts: list[GroupDraft] = []
         for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
             try:
-                drafts.append(_draft(problem, group, size))
+                drafts.append(draft_of_group(problem, group, size))
             except DoesNotFit:
                 most = _most_samples(problem, group, size)
                 is_given = all(spec.num_samples is not None for spec in group)
@@ -326,7 +146,7 @@ def _most_samples(problem: Problem, group: Sequence[ReplicaSpec], too_many: int)
     while low + 1 < high:
         middle = (low + high) // 2
         try:
-            _draft(trial, group, middle)
+            draft_of_group(trial, group, middle)
             low = middle
         except DoesNotFit:
             high = middle
@@ -409,7 +229,7 @@ def _shared_again(
             break
         try:
             drafts = [
-                draft if size == before else _draft(problem, group, size)
+                draft if size == before else draft_of_group(problem, group, size)
                 for draft, group, size, before in zip(drafts, groups, new, sizes, strict=True)
             ]
         except DoesNotFit:
@@ -419,7 +239,7 @@ def _shared_again(
 
 def _on_ranks(problem: Problem, plan: Plan, group: Sequence[ReplicaSpec]) -> Plan:
     """The plan of alike replicas on the ranks that they were given."""
-    ranks = _ranks(group)
+    ranks = ranks_of_group(group)
     if ranks == list(range(problem.cluster.num_devices)):
         return plan
     return join(problem, [plan], [ranks], ())

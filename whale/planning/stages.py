@@ -108,12 +108,12 @@ def move_free_operations(
         producer = _only_activation_input(node, stage_of)
         if producer is None or not is_free(node) or stage_of[producer] == stage_of[node]:
             continue
-        others = [
-            user
+        is_used_later = any(
+            stage_of.get(user, RECOMPUTED) >= stage_of[node]
             for user in producer.users
-            if user is not node and stage_of.get(user, RECOMPUTED) >= stage_of[node]
-        ]
-        if not others and sample_bytes(node) < sample_bytes(producer):
+            if user is not node
+        )
+        if not is_used_later and sample_bytes(node) < sample_bytes(producer):
             stage_of[node] = stage_of[producer]
 
 
@@ -172,12 +172,10 @@ def place_weights(
         needed[node] = stages
         if not stages:
             continue
-        missing = sum(
-            captured.state[name].num_bytes
-            for stage in stages
-            for name in closure[node]
-            if name in home and name not in held.get(stage, ())
-        )
+        missing = 0
+        for stage in stages:
+            absent = closure[node].intersection(home).difference(held.get(stage, ()))
+            missing += sum(captured.state[name].num_bytes for name in absent)
         source = max((home[name] for name in closure[node] if name in home), default=min(stages))
         sent = (
             value_bytes(node) * num_micro_batch * len(stages - {source}) if holders is None else 0
@@ -208,6 +206,10 @@ def slice_stage(results: Iterable[Node], stage: int, stage_of: Mapping[Node, int
     """Everything that `stage` must run to give `results`, walking back until values of other
     stages, weights or the batch.
     """
+
+    def is_here(node: Node) -> bool:
+        return stage_of.get(node, RECOMPUTED) in (stage, RECOMPUTED)
+
     seen: set[Node] = set()
     waiting = list(results)
     while waiting:
@@ -215,22 +217,14 @@ def slice_stage(results: Iterable[Node], stage: int, stage_of: Mapping[Node, int
         if node in seen:
             continue
         seen.add(node)
-        if node.op == "call_function" and stage_of.get(node, RECOMPUTED) in (stage, RECOMPUTED):
+        if node.op == "call_function" and is_here(node):
             waiting.extend(node.all_input_nodes)
     ordered = sorted(seen)  # fx orders nodes by their place in the graph
-    own = [
-        n
-        for n in ordered
-        if n.op == "call_function" and stage_of.get(n, RECOMPUTED) in (stage, RECOMPUTED)
-    ]
+    computed = [n for n in ordered if n.op == "call_function"]
     return StageSlice(
-        operations=tuple(own),
+        operations=tuple(n for n in computed if is_here(n)),
         inputs=tuple(n for n in ordered if n.op == "placeholder"),
-        received=tuple(
-            n
-            for n in ordered
-            if n.op == "call_function" and stage_of.get(n, RECOMPUTED) not in (stage, RECOMPUTED)
-        ),
+        received=tuple(n for n in computed if not is_here(n)),
         state=tuple(n for n in ordered if n.op == "get_attr"),
     )
 

@@ -260,12 +260,10 @@ class Workload:
     def trained_bytes(self, part: StageSlice) -> list[int]:
         """Bytes of each parameter of a stage that gets a gradient."""
         states = [self.captured.state[str(node.target)] for node in part.state]
-        return [
-            state.num_bytes for state in states if state.kind == "parameter" and state.trainable
-        ]
+        return [state.num_bytes for state in states if state.trainable]
 
     def _line(self, few_s: float, many_s: float) -> Seconds:
-        """Through the times of two numbers of samples."""
+        """The straight line through the times of two numbers of samples."""
         if self.batch_size == self._few:
             return Seconds(many_s / self.batch_size)
         sample_s = (many_s - few_s) / (self.batch_size - self._few)
@@ -325,9 +323,7 @@ class Workload:
         names = {str(node.target) for part in slices for node in part.state}
         states = [self.captured.state[name] for name in sorted(names)]
         parameters = sum(state.num_bytes for state in states if state.kind == "parameter")
-        trainable = sum(
-            state.num_bytes for state in states if state.kind == "parameter" and state.trainable
-        )
+        trainable = sum(state.num_bytes for state in states if state.trainable)
         buffers = sum(state.num_bytes for state in states if state.kind != "parameter")
         workspaces = [self.gradient_workspace(part) for part in slices]
         activations = peak_memory(order, stages)

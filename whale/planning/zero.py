@@ -1,8 +1,8 @@
 """ZeRO in a plan: what its blocks change in the memory of every device, and which rank holds how
 much of them.
 
-All of a group of ranks need, beside their parts, the same: at level 3 the pool, from level 2 on the
-gradients of one block on their way. With parts of nothing rank i has free_i bytes left beside its
+All of a group of ranks need, beside their parts, the same: at level 3 the pool, and gradients of
+two blocks on their way. With parts of nothing rank i has free_i bytes left beside its
 activations; line (1) of `zero_blocks.py` divides the state of the group into these. The activations
 of all ranks together are the same however the samples are divided, so where the sum of what is free
 is too small, no other division of the samples helps.
@@ -10,7 +10,7 @@ is too small, no other division of the samples helps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,7 +27,7 @@ from whale.planning.zero_blocks import (
     owners_of,
 )
 from whale.plans.blocks import GRADIENTS_TOO, STATES, WEIGHTS_TOO, slots_of
-from whale.plans.figures import UPDATE_COPIES, Figures, ZeroFigures
+from whale.plans.figures import BLOCKS_ON_THEIR_WAY, UPDATE_COPIES, Figures, ZeroFigures
 from whale.plans.plan import Decision, DeviceMemory, Plan
 from whale.plans.revise import with_devices
 from whale.plans.samples import SampleMap
@@ -38,10 +38,6 @@ from whale.units import human_bytes
 ROUNDING = 0.002
 """part of a device's memory that is left free when parts fill it: they end at rows"""
 SHOWN = 8
-BLOCKS_ON_THEIR_WAY = 3
-"""gradients of so many blocks at once: those that backward makes, a flat copy that is reduced, and
-one that is still on its way
-"""
 
 
 @dataclass(frozen=True)
@@ -205,7 +201,7 @@ class ZeroChoice:
                     trained_bytes=group.trained,
                     frozen_bytes=group.frozen,
                     pool_bytes=group.pool,
-                    block_bytes=BLOCKS_ON_THEIR_WAY * group.largest_block,
+                    block_bytes=group.largest_block,
                     num_blocks=len(layers),
                     spared_bytes=tuple(
                         round(INSIDE_OPERATIONS * (1 - share) * state) for share in shares
@@ -292,11 +288,20 @@ WHOLE_COPIES = 2
 """of a parameter on the rank that updates it whole while a grid cuts it: weights and gradient"""
 
 
-def plan_with_owners(plan: Plan, captured: CapturedGraph) -> Plan:
-    """The plan with a rank that updates each cut parameter whole; as it was where a device has no
-    memory for that.
+def plan_with_owners(plan: Plan, captured: CapturedGraph, stacks: Collection[str] = ()) -> Plan:
+    """The plan with a rank that updates each cut parameter whole, these stacks of matrices included;
+    without them, or as it was, where a device has no memory for that.
     """
-    owners = owners_of(plan, captured)
+    if stacks:
+        with_stacks = _with_owners(plan, captured, stacks)
+        if with_stacks is not plan:
+            return with_stacks
+    return _with_owners(plan, captured, ())
+
+
+def _with_owners(plan: Plan, captured: CapturedGraph, stacks: Collection[str]) -> Plan:
+    """The plan with owners; the same where a device has no memory for them, or nothing is cut."""
+    owners = owners_of(plan, captured, stacks)
     if not owners:
         return plan
     owned_bytes = [0] * plan.num_devices

@@ -59,11 +59,9 @@ class Sharing:
     @cached_property
     def groups(self) -> list[VirtualDevice]:
         """VirtualDevices whose ranks hold the same parameters, each on all of them."""
-        return [
-            device
-            for device in self.virtual_devices
-            if device.grid is None and (self.alone or len(device.all_ranks) > 1)
-        ]
+        least = 0 if self.alone else 2
+        replicated = [device for device in self.virtual_devices if device.grid is None]
+        return [device for device in replicated if len(device.all_ranks) >= least]
 
     @cached_property
     def tied(self) -> dict[str, bool]:
@@ -271,10 +269,10 @@ def fractions_by_memory(free_bytes: Sequence[float], needed_bytes: float) -> lis
     return [each / needed_bytes for each in found]
 
 
-def owners_of(plan: Plan, captured: CapturedGraph) -> dict[str, int]:
+def owners_of(plan: Plan, captured: CapturedGraph, stacks: Container[str] = ()) -> dict[str, int]:
     """A rank for every trained vector and matrix that a grid cuts, so that the ranks of a
-    VirtualDevice have about as much work with their updates. Stacks of matrices (experts) stay cut:
-    one device may not have the memory for a whole one.
+    VirtualDevice have about as much work with their updates; and for these `stacks` of matrices
+    (experts). Others stay cut: one device may not have the memory for a whole one.
     """
     found: dict[str, int] = {}
     shapes: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}
@@ -282,7 +280,8 @@ def owners_of(plan: Plan, captured: CapturedGraph) -> dict[str, int]:
     cut = {name for name, layout in stored if layout.is_cut}
     for name, holding in plan.template.tensors.items():
         state = captured.state[name]
-        if name in cut and state.trainable and len(state.shape) <= 2:
+        is_owned = len(state.shape) <= 2 or name in stacks
+        if name in cut and state.trainable and is_owned:
             held_by = {rank for stage in holding.stages for rank in plan.ranks_of_stage(stage)}
             shapes.setdefault(tuple(sorted(held_by)), {})[name] = tuple(state.shape)
     for ranks, own in shapes.items():

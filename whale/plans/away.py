@@ -88,14 +88,6 @@ class UpdateTimes(NamedTuple):
             return sum(parts)
         return max(parts) + (sum(parts) - max(parts)) / self.num_blocks
 
-    def exposed_s(self, backward_s: float, forward_s: float) -> float:
-        """What is left where gradients leave under the last backward and updates run under the next
-        forward, block by block.
-        """
-        out_s = max(self.out_s / self.num_blocks, self.out_s - backward_s)
-        rest = max(self.work_s, self.in_s) + min(self.work_s, self.in_s) / self.num_blocks
-        return out_s + max(rest / self.num_blocks, rest - forward_s)
-
 
 @dataclass(frozen=True)
 class AwayFigures:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from whale.cluster.network import Network
 from whale.costs.update_work import UpdateWork
@@ -18,6 +19,11 @@ from whale.scheduling import ActionMemory
 UPDATE_COPIES = 2
 """of the largest weight, that an optimizer with state makes for a moment: the root of Adam's second
 average, and that divided
+"""
+
+BLOCKS_ON_THEIR_WAY = 2
+"""gradients of so many blocks at once: those that backward makes and the flat copy of the block
+before, or a block and its own flat copy
 """
 
 
@@ -67,6 +73,21 @@ class StageTimes:
         return self.forward + self.backward
 
 
+class Moment(NamedTuple):
+    """What a backward holds at one moment, beyond what its stage saves and its workspace, under
+    ZeRO that reduces gradients in every backward.
+    """
+
+    sample_bytes: float
+    """for each sample; less than 0: saved tensors are freed on the way"""
+    moving_bytes: float
+    """gradients of blocks on their way, less what the workspace counts of them"""
+    reduced_bytes: float
+    """gradients, whole, of blocks that are reduced: of these a rank holds its part"""
+    is_before: bool
+    """no block is reduced yet: the flat copy that the backward before has left is still there"""
+
+
 @dataclass(frozen=True)
 class StageFigures:
     """One stage: how long its actions take and what they hold."""
@@ -78,6 +99,10 @@ class StageFigures:
     gradient_workspace_bytes: float = 0.0
     """the part of its workspace that does not depend on the samples nor on a grid: a gradient
     before it is added to that of earlier micro-batches. The optimizer works in copies of it
+    """
+    moments: tuple[Moment, ...] = ()
+    """of its backward under ZeRO from level 2 on: those at which most may be held, for any number of
+    samples; empty: not known
     """
 
 
@@ -138,10 +163,12 @@ class ZeroFigures:
     pool_bytes: int
     """buffers into which weights are gathered"""
     block_bytes: int
-    """buffers for gradients on their way"""
+    """of the largest block that is trained"""
     num_blocks: int
     spared_bytes: tuple[int, ...] = ()
-    """by rank: workspace that parts do not need and whole parameters would"""
+    """by rank: workspace that whole parameters on the device would need, and parts of them, or what
+    is at home elsewhere, do not
+    """
 
     @property
     def most(self) -> float:

@@ -75,9 +75,8 @@ class Layout:
 
     def same_on(self, grid: Grid) -> tuple[str, ...]:
         """Axes of the grid along which all devices hold the same numbers."""
-        return tuple(
-            axis for axis in grid.axes if axis not in self.sharded and axis not in self.partial
-        )
+        different = self.sharded | self.partial
+        return tuple(axis for axis in grid.axes if axis not in different)
 
     def conjugate(self, grid: Grid) -> Layout:
         """The layout of the gradient."""

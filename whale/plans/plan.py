@@ -105,10 +105,6 @@ class Plan:
     """
     folders: dict[str, str] = field(default_factory=dict)
     """host -> folder for what is at home on its disk; not there: the run folder"""
-    updates_ahead: bool = False
-    """updates on the host of one step run under the forward of the next, which waits for a block
-    before it uses it. Results are the same
-    """
 
     # What follows reads the fields above. In a plan of several templates stages and VirtualDevices
     # are counted through all of them (`templates.py`).

@@ -211,7 +211,9 @@ def template_samples(plan: Plan, batch_size: int) -> tuple[Interval, ...]:
     ]
     while sum(sizes) != batch_size:  # a few roundings, or what the smallest could not give
         change = 1 if sum(sizes) < batch_size else -1
-        free = [number for number, size in enumerate(sizes) if change > 0 or size > least[number]]
+        free = list(range(len(sizes)))
+        if change < 0:
+            free = [number for number in free if sizes[number] > least[number]]
         chosen = min(free, key=lambda number: change * sizes[number] / planned[number])
         sizes[chosen] += change
     return intervals(sizes)

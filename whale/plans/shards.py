@@ -30,7 +30,9 @@ from whale.plans.blocks import WEIGHTS_TOO, Block
 from whale.plans.plan import WHOLE, Holding, Plan, Ranges
 
 Range = tuple[int, int]
+"""indices [start, stop) of one dim"""
 Box = tuple[Range, ...]
+"""one range for each dim; a 0-dim tensor has the empty box"""
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class Shards:
         """The tensor taken apart so that the holders of each piece are the same: what gradients
         are summed over. In the same order on every rank; pieces of one holder included.
         """
-        shards = [shard for shard in self.held(name) if shard.ranges is None or shard.boxes(())]
+        shards = [shard for shard in self.held(name) if shard.boxes(())]
         if self.plan.is_uniform or len(shards) == 1:
             return tuple(Piece(shard.ranks, None) for shard in shards)
         shape = next(shard.whole_shape for shard in shards if shard.ranges is not None)
@@ -200,10 +202,7 @@ class Shards:
     def first(self, name: str) -> Shard:
         """The first part of a tensor that is not empty."""
         parts = self.of(name)
-        return next(
-            (shard for shard in parts if shard.ranges is None or shard.boxes(shard.whole_shape)),
-            parts[0],
-        )
+        return next((shard for shard in parts if shard.boxes(shard.whole_shape)), parts[0])
 
     def on(self, name: str, rank: int) -> Shard:
         """The part that a rank holds."""

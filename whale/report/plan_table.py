@@ -271,11 +271,10 @@ def _mini_batch_bytes(plan: Plan, crossing: Crossing) -> int:
 
 def _tied(plan: Plan) -> RenderableType | None:
     parameters = set().union(*(stage.parameters for stage in plan.stages))
-    tied = {
-        name: stages
-        for name, stages in plan.holders.items()
-        if len(stages) > 1 and name in parameters
-    }
+    tied = {}
+    for name, stages in plan.holders.items():
+        if len(stages) > 1 and name in parameters:
+            tied[name] = stages
     if not tied:
         return None
     return _lines(

@@ -18,7 +18,7 @@ from whale.devices import Moment
 from whale.lowering.program import Lowered
 from whale.runtime.executor import Executor, StepInput, StepOutcome
 from whale.runtime.gradients import scale_gradients
-from whale.runtime.held import Held
+from whale.runtime.held import HeldParameter
 from whale.runtime.masked_update import CLIP_EPSILON
 from whale.runtime.result import StepResult, Totals
 
@@ -62,7 +62,7 @@ class GradientSum:
     is the usual case, nothing is copied.
     """
 
-    def __init__(self, held: Sequence[Held]) -> None:
+    def __init__(self, held: Sequence[HeldParameter]) -> None:
         self._held = held
         self._sum: dict[str, Tensor] = {}
         self._factor: float | None = None
@@ -77,7 +77,7 @@ class GradientSum:
         self._factor = factor + (self._factor or 0.0)
 
     def set_aside(self) -> None:
-        """Before another backward overwrites `.grad`: what counts of it is copied."""
+        """Copies what counts of `.grad`, before another backward overwrites it."""
         if self._factor is not None:
             with torch.no_grad():
                 for parameter in self._held:
@@ -110,7 +110,7 @@ class GradientSum:
         self.num_batches = 0
         return self._factor is None
 
-    def _take(self, parameter: Held) -> None:
+    def _take(self, parameter: HeldParameter) -> None:
         gradient = parameter.tensor.grad
         assert self._factor is not None
         if gradient is None:
@@ -139,6 +139,8 @@ class StepInParts:
         self._loss: Tensor | float = 0.0
         """this rank's part of the losses that count, each times its factor"""
         self._num_samples = 0
+        self._trained: frozenset[str] = frozenset()
+        """parameters that the loss of a batch that counts reaches: another shape may reach others"""
         self._totals: Totals | None = None
         """loss and squared norm of the gradients, from when they are all in `.grad`"""
 
@@ -160,6 +162,7 @@ class StepInParts:
         self._sum.add(factor / float(self._latest.given.loss_scale))
         self._loss = self._loss + factor * self._latest.outcome.loss
         self._num_samples += self._latest.batch_size
+        self._trained |= self._latest.lowered.trained
         self._totals = None
 
     def clip(self, max_norm: float) -> float:
@@ -175,6 +178,8 @@ class StepInParts:
         totals = self._finished()
         latest = self._latest
         assert latest is not None
+        # owners of whole parameters and holders of parts ask which gradients there are
+        training.updater.trained = self._trained
         update = training.updater.apply(
             training.held,
             totals,
@@ -191,6 +196,7 @@ class StepInParts:
         self._latest = None
         self._loss = 0.0
         self._num_samples = 0
+        self._trained = frozenset()
         self._totals = None
 
     def zero(self) -> None:
@@ -201,6 +207,7 @@ class StepInParts:
             return
         self._loss = 0.0
         self._num_samples = 0
+        self._trained = frozenset()
         self._totals = None
 
     def refuse_unfinished(self) -> None:

@@ -22,7 +22,7 @@ from whale.compat import run_backward
 from whale.distributed.transport import Arrival, Transport
 from whale.lowering.chunk import CrossingValue
 from whale.lowering.program import Program
-from whale.runtime.activations import Activations
+from whale.runtime.activations import Activations, Visit
 from whale.runtime.boundaries import Boundary, Role
 from whale.runtime.gradients import GradientSynchroniser
 from whale.runtime.messages import Receive
@@ -35,7 +35,6 @@ from whale.scheduling.slots import Slots
 if TYPE_CHECKING:
     from whale.runtime.executor import StepInput, StepOutcome
 
-Visit = tuple[int, int]  # (stage, micro-batch)
 Root = GradientEdge | Tensor | None
 """where a backward starts: a result's place in the autograd graph, the loss itself, nothing for
 what has no gradient

@@ -65,6 +65,10 @@ class _Segment:
     buffer: Tensor | None = None
     arriving: Transfer | None = None
 
+    def is_open_with(self, address: int) -> bool:
+        """Whether it holds the storage at this address and has not gone out."""
+        return self.storages is not None and address in self.storages
+
 
 @dataclass(frozen=True, eq=False)
 class _Saved:
@@ -156,7 +160,7 @@ class Activations:
 
     def _pack(self, tensor: Tensor, segments: list[_Segment], home: HostHome) -> _Saved:
         address = _address(tensor)
-        known = [each for each in segments[-2:] if each.storages and address in each.storages]
+        known = [each for each in segments[-2:] if each.is_open_with(address)]
         segment = known[0] if known else self._open_segment(segments, home)
         assert segment.storages is not None
         if not known:

@@ -19,7 +19,7 @@ from whale.lowering.program import Lowered
 from whale.runtime.data import ShardedBatch
 from whale.runtime.executor import StepInput
 from whale.runtime.job import Job
-from whale.runtime.shapes import Shapes, largest_micro_batches
+from whale.runtime.shapes import LoweredGraphs, largest_micro_batches
 
 CHECKED_STEPS = 3  # the first steps, in which ranks compare their batches ...
 CHECK_EVERY = 100  # ... and then every so many
@@ -39,7 +39,7 @@ class AheadBatch:
 class Batches:
     """Reads the batches of one engine, in training and in evaluation."""
 
-    def __init__(self, job: Job, shapes: Shapes) -> None:
+    def __init__(self, job: Job, shapes: LoweredGraphs) -> None:
         self._job = job
         self._shapes = shapes
 

@@ -7,6 +7,10 @@ interval (docs/memory.md).
 
 Blocks go in one order, that of the backward, whatever order gradients become final in: ranks meet
 in the same calls. What the backward leaves out (an expert without tokens) is zero.
+
+Parts that are at home on the host of an accelerator have their gradients there. These are copied
+beside the backward, and the host adds them when the next block comes: it waits for nothing that was
+launched later.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from whale.devices import HostCopy
 from whale.distributed.intervals import Transfer
 from whale.plans.blocks import GRADIENTS_TOO, Block
 from whale.runtime.zero import Zero
@@ -64,6 +69,9 @@ class BlockGradients:
         backward that runs
         """
         self._pending: tuple[_BlockSum, Tensor, Transfer] | None = None
+        """the reduce-scatter that began last"""
+        self._arriving: tuple[_BlockSum, HostCopy, Tensor | None] | None = None
+        """sums on their way to the host, and their home there if they are the first of a step"""
         for name in self._sum_of:
             parameter = zero.computing[name]
             parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
@@ -77,6 +85,7 @@ class BlockGradients:
         self._trained = trained
         self._now = None
         self._pending = None
+        self._arriving = None
         for name in self._sum_of:
             self._zero.computing[name].grad = None
             self._zero.updated[name].grad = None
@@ -125,12 +134,14 @@ class BlockGradients:
         while self._queue:
             self._reduce(self._queue.pop(0))
         self._take_pending()
+        self._take_arrived()
 
     def _trained_of(self, each: _BlockSum) -> set[str]:
         return {name for name in each.block.parameters if name in self._trained}
 
     def _of_stage(self, stage: int) -> list[_BlockSum]:
-        return [each for each in self._sums if stage in each.stages and self._trained_of(each)]
+        own = [each for each in self._sums if stage in each.stages]
+        return [each for each in own if self._trained_of(each)]
 
     def _accumulated(self, name: str) -> None:
         """A gradient was added to: by the backward that runs, which adds to each parameter once."""
@@ -174,24 +185,47 @@ class BlockGradients:
         self._pending = (each, buffer, transfer)
 
     def _take_pending(self) -> None:
-        """Waits for the reduce-scatter that began last, and adds the sums to this rank's part."""
+        """Waits for the reduce-scatter that began last, and adds the sums to this rank's part, or
+        begins to copy them to the host where that is.
+        """
         if self._pending is None:
             return
         each, buffer, transfer = self._pending
         self._pending = None
         transfer.wait()
+        self._take_arrived()
         zero = self._zero
-        block = each.block
-        rank = zero.ranks.rank
-        start, stop = block.interval(rank)
+        first = each.block.parameters[0]
+        start, stop = each.block.interval(zero.ranks.rank)
+        own = buffer[start:stop]
+        if not own.numel():
+            return
+        is_first = all(zero.updated[name].grad is None for name in self._trained_of(each))
+        home = zero.gradient_home(first, own) if is_first else None
         with torch.no_grad():
-            # a copy, so that the whole buffer can go; where the part lives
-            device = zero.updated[block.parameters[0]].device
-            own = buffer[start:stop].to(device, copy=True)
-            parts = [zero.updated[name] for name in block.parameters if name in self._trained]
-            if all(part.grad is None for part in parts):
-                own = zero.gradients_at_home(block.parameters[0], own)
-            for name, (first, last) in block.intervals.items():
+            if zero.updated[first].device.type != own.device.type:
+                # of a copy, so that the whole buffer can go before that is done
+                copy = zero.begin_copy_to_host(own.clone(), home)
+                self._arriving = (each, copy, home)
+            elif home is not None:
+                self._add(each, home.copy_(own))
+            else:
+                self._add(each, own.clone())  # a copy, so that the whole buffer can go
+
+    def _take_arrived(self) -> None:
+        """Adds the sums that are on their way to the host, and waits for them there."""
+        if self._arriving is not None:
+            each, copy, home = self._arriving
+            self._arriving = None
+            own = copy.read()
+            self._add(each, own if home is None or home is own else home.copy_(own))
+
+    def _add(self, each: _BlockSum, own: Tensor) -> None:
+        """Adds sums of this rank's interval of a block to the gradients of its parts."""
+        zero = self._zero
+        start, stop = each.block.interval(zero.ranks.rank)
+        with torch.no_grad():
+            for name, (first, last) in each.block.intervals.items():
                 part = zero.updated[name]
                 if name not in self._trained or not part.numel():
                     continue

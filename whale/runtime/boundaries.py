@@ -64,11 +64,9 @@ def _mentioned(program: Program, action: Action) -> list[Boundary]:
             elif not is_forward and value.gradient:
                 found.append((Role.RETURNED, stage, micro_batch, value.index))
         own = Role.RESULT if is_forward else Role.GRADIENT
-        found += [
-            (own, stage, micro_batch, value.index)
-            for value in chunk.sent
-            if is_forward or value.gradient
-        ]
+        for value in chunk.sent:
+            if is_forward or value.gradient:
+                found.append((own, stage, micro_batch, value.index))
     return found
 
 

@@ -8,6 +8,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from whale.checkpoint import (
     AsyncSaver,
     CheckpointError,
     Handle,
-    Part,
     PretrainedReader,
+    TensorPart,
     assign_writers,
     export_safetensors,
     find_checkpoints,
@@ -31,7 +32,7 @@ from whale.checkpoint import (
     unpack_rng,
     unpack_scheduler,
 )
-from whale.checkpoint.pieces import Pieces, pieces, read_shard, state_pieces
+from whale.checkpoint.pieces import Pieces, StatePart, pieces, read_shard, state_pieces
 from whale.checkpoint.reader import CHECKPOINT_NAME
 from whale.checkpoint.training_state import parameter_name
 from whale.distributed.ranks import Ranks
@@ -84,7 +85,7 @@ class Checkpoints:
                 folder, job_id=job_id, rank=ranks.rank, num_ranks=ranks.num_ranks, keep=keep
             )
         tensors: dict[str, Tensor] = {}
-        parts: dict[str, Part] = {}
+        parts: dict[str, TensorPart] = {}
         for name, shard in self._own.items():
             _add(
                 tensors,
@@ -101,11 +102,9 @@ class Checkpoints:
                 name = parameter_name(key)
                 shard = self._own_states[name]
                 is_first = shard is self._states.first(name)
-                _add(
-                    tensors,
-                    parts,
-                    state_pieces(key, tensor, shard, self._whole[name].shape, is_first),
-                )
+                is_stack = name in self._job.plan.summed_norms
+                part = StatePart(shard, tuple(self._whole[name].shape), is_stack)
+                _add(tensors, parts, state_pieces(key, tensor, part, is_first))
         if updater.scheduler is not None:
             rank_values["scheduler"] = pack_scheduler(updater.scheduler)
         values = {
@@ -150,7 +149,7 @@ class Checkpoints:
                 error = problem
             problems = [text for text in ranks.gather(str(error) if error else None) if text]
             if not problems and incoming is not None:
-                with incoming:
+                with closing(incoming):
                     self._apply(incoming, data)
                 return incoming.step
             if incoming is not None:
@@ -183,11 +182,18 @@ class Checkpoints:
             weights[name] = Wanted(shard, shape, tensor.dtype, name in elsewhere)
         states = {}
         away = set(map(id, self._updater.away))
-        names_of = self._names_of() if self._updater.optimizer is not None else {}
-        for tensor, name in names_of.items():
-            shape = tuple(self._whole[name].shape)
-            states[name] = Wanted(
-                self._states.on(name, rank), shape, tensor.dtype, id(tensor) in away
+        names_of = self._names_of()
+        groups = self._updater.optimizer.param_groups if self._updater.optimizer else ()
+        for tensor in (tensor for group in groups for tensor in group["params"]):
+            parameter = names_of.get(tensor)
+            if parameter is None:
+                continue  # not a parameter of the model: `unpack_optimizer` refuses it
+            states[parameter] = Wanted(
+                self._states.on(parameter, rank),
+                tuple(self._whole[parameter].shape),
+                tensor.dtype,
+                id(tensor) in away,
+                parameter in self._job.plan.summed_norms,
             )
         return Incoming(path, weights, states)
 
@@ -323,7 +329,7 @@ def _whole_tensors(model: torch.nn.Module, names: Mapping[str, str]) -> dict[str
     return {name: found[name] for name, first in names.items() if name == first}
 
 
-def _add(tensors: dict[str, Tensor], parts: dict[str, Part], more: Pieces) -> None:
+def _add(tensors: dict[str, Tensor], parts: dict[str, TensorPart], more: Pieces) -> None:
     tensors.update(more[0])
     parts.update(more[1])
 

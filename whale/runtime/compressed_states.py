@@ -33,37 +33,41 @@ AT_ONCE_BYTES = 32 * 1024**2
 
 @dataclass(frozen=True)
 class Packed:
-    """A state in 8 bits."""
+    """A state in 8 bits. Whether it is stored as roots only its device knows: nobody waits for it."""
 
     shape: torch.Size
     dtype: torch.dtype
     numbers: Tensor
+    """[blocks, BLOCK] uint8; of signed numbers their two's complement"""
     scales: Tensor
-    is_root: bool
+    """[blocks, 1] float32"""
+    is_root: Tensor
+    """one bool"""
 
     @staticmethod
     def of(state: Tensor) -> Packed:
         flat = state.detach().reshape(-1).to(torch.float32)
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
-        is_root = bool((flat >= 0).all())
-        if is_root:
-            padded = padded.sqrt()
+        is_root = (flat >= 0).all()
+        padded = torch.where(is_root, padded.abs().sqrt(), padded)
         scales = padded.abs().amax(1, keepdim=True)
-        steps = UNSIGNED_STEPS if is_root else SIGNED_STEPS
-        parts = padded / scales.clamp_min(torch.finfo(torch.float32).tiny) * steps
-        if is_root:
-            # what was stored before gives the same numbers again, and nothing becomes zero
-            numbers = (parts - STORED_BEFORE).ceil().maximum((parts > 0).float()).to(torch.uint8)
-        else:
-            numbers = parts.round().to(torch.int8)
+        parts = padded / scales.clamp_min(torch.finfo(torch.float32).tiny) * _num_steps(is_root)
+        # what was stored before gives the same numbers again, and nothing becomes zero
+        up = (parts - STORED_BEFORE).ceil().maximum((parts > 0).float())
+        numbers = torch.where(is_root, up, parts.round()).to(torch.int16).to(torch.uint8)
         return Packed(state.shape, state.dtype, numbers, scales, is_root)
 
     def expanded(self) -> Tensor:
-        steps = UNSIGNED_STEPS if self.is_root else SIGNED_STEPS
-        values = self.numbers.to(torch.float32) * (self.scales / steps)
-        if self.is_root:
-            values = values.square()
+        signed = self.numbers.view(torch.int8).to(torch.float32)
+        numbers = torch.where(self.is_root, self.numbers.to(torch.float32), signed)
+        values = numbers * (self.scales / _num_steps(self.is_root))
+        values = torch.where(self.is_root, values.square(), values)
         return values.reshape(-1)[: self.shape.numel()].view(self.shape).to(self.dtype)
+
+
+def _num_steps(is_root: Tensor) -> Tensor:
+    """Steps between zero and the largest number of a block."""
+    return is_root * float(UNSIGNED_STEPS - SIGNED_STEPS) + float(SIGNED_STEPS)
 
 
 @dataclass(frozen=True)

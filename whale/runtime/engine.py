@@ -26,7 +26,7 @@ from whale.runtime.job import Job
 from whale.runtime.local_model import gathered, give_back, local_model, save_pretrained
 from whale.runtime.metrics import write_trace
 from whale.runtime.result import EvaluationResult, StepResult, Totals
-from whale.runtime.shapes import Shapes, widest
+from whale.runtime.shapes import LoweredGraphs, widest
 from whale.runtime.spill import remove_leftovers
 from whale.runtime.state import gather_gradients, gather_state
 from whale.runtime.trackers import TrackerFactory
@@ -43,7 +43,7 @@ class Engine:
         self._job = job
         if job.config.folder is not None:
             remove_leftovers(job.config.folder, job.ranks.rank, job.ranks.num_ranks)
-        self._shapes = Shapes(job)
+        self._shapes = LoweredGraphs(job)
         self._batches = Batches(job, self._shapes)
         self._training = Training(job, self._shapes, self._batches, optimizer, scheduler)
         self._evaluation = Evaluation(job, self._shapes, self._batches)

@@ -11,14 +11,14 @@ from whale.runtime.batches import Batches
 from whale.runtime.executor import StepInput
 from whale.runtime.job import Job
 from whale.runtime.result import EvaluationResult, Totals
-from whale.runtime.shapes import Shapes, evaluation_micro_batches, widest
+from whale.runtime.shapes import LoweredGraphs, evaluation_micro_batches, widest
 from whale.runtime.state import gather_outputs
 
 
 class Evaluation:
     """Evaluates batches of an engine. All ranks call it."""
 
-    def __init__(self, job: Job, shapes: Shapes, batches: Batches) -> None:
+    def __init__(self, job: Job, shapes: LoweredGraphs, batches: Batches) -> None:
         self._job = job
         self._shapes = shapes
         self._batches = batches

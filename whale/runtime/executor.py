@@ -22,8 +22,8 @@ from whale.distributed.transport import Transport
 from whale.distributed.watch import Watch
 from whale.lowering.blocks import backward_uses
 from whale.lowering.program import Program
-from whale.runtime.actions import Backward, Forward, Pass, Synchronise, Visit, WeightBackward
-from whale.runtime.activations import Activations, BackwardOrder
+from whale.runtime.actions import Backward, Forward, Pass, Synchronise, WeightBackward
+from whale.runtime.activations import Activations, BackwardOrder, Visit
 from whale.runtime.boundaries import boundary_slots
 from whale.runtime.code import compile_chunk
 from whale.runtime.gradients import GradientSynchroniser
@@ -181,6 +181,30 @@ class Executor:
             )
         return chunk.compiled[key], deferred
 
+    def _begin(
+        self,
+        given: StepInput,
+        outcome: StepOutcome,
+        gradients: GradientSynchroniser | None,
+        updates: StageUpdates | None,
+    ) -> Pass:
+        """State of a pass in which transport, blocks of weights and saved tensors are ready."""
+        if self.transport is not None:
+            if self.unconnected:
+                self.transport.connect(self.unconnected)
+                self.unconnected = ()
+            self.transport.begin()
+        if self.residence is not None:
+            self.residence.begin(self._uses)
+        held: list[Tensor | None] = [None] * self.slots.count
+        state = Pass(
+            given, outcome, gradients, updates, self.transport, self._receives, self.window, held
+        )
+        if self.activations is not None and gradients is not None:
+            self.activations.begin(self._backward_order, given.tensors)
+            state.activations = self.activations
+        return state
+
     def run(
         self,
         given: StepInput,
@@ -202,22 +226,9 @@ class Executor:
             events = outcome.moments
             if self.watch is not None:
                 watch = DevicePosition(self.watch, events, device.is_over)
-        transport = self.transport
         pace = self.pace
-        if transport is not None:
-            if self.unconnected:
-                transport.connect(self.unconnected)
-                self.unconnected = ()
-            transport.begin()
-        if self.residence is not None:
-            self.residence.begin(self._uses)
-        held: list[Tensor | None] = [None] * self.slots.count
-        state = Pass(
-            given, outcome, gradients, updates, transport, self._receives, self.window, held
-        )
-        if self.activations is not None and gradients is not None:
-            self.activations.begin(self._backward_order, given.tensors)
-            state.activations = self.activations
+        state = self._begin(given, outcome, gradients, updates)
+        held = state.held
         try:
             with torch.set_grad_enabled(gradients is not None):
                 state.post_receives()
@@ -242,8 +253,8 @@ class Executor:
                     if gradients is not None
                     else "all-reduce of the loss"
                 )
-            if transport is not None:
-                transport.drain()
+            if self.transport is not None:
+                self.transport.drain()
         finally:
             if random_states is not None:
                 device.set_random_states(random_states)

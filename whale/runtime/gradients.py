@@ -34,7 +34,7 @@ from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
 from whale.plans.buckets import bucket_size
 from whale.runtime.block_gradients import BlockGradients
-from whale.runtime.held import Held, Unit
+from whale.runtime.held import HeldParameter, Unit
 
 
 @dataclass
@@ -60,7 +60,7 @@ class GradientSynchroniser:
 
     def __init__(
         self,
-        held: Sequence[Held],
+        held: Sequence[HeldParameter],
         ranks: Ranks,
         bucket_bytes: int,
         transport: Transport | None,
@@ -84,6 +84,7 @@ class GradientSynchroniser:
         self._pending: dict[str, set[int]] = {}
         self._stage: int | None = None
         self._trained: Collection[str] = ()
+        self._untrained: list[Tensor] = []
         shared: dict[tuple[int, ...], list[Unit]] = {}
         for parameter in held:
             for unit in parameter.units:
@@ -121,6 +122,7 @@ class GradientSynchroniser:
         ranks; the others get no gradient.
         """
         self._trained = trained
+        self._untrained = [each.tensor for each in self.held if each.name not in trained]
         for parameter in self.held:
             parameter.tensor.grad = None
         for queue in self._queues:
@@ -130,11 +132,10 @@ class GradientSynchroniser:
                 bucket.waiting = sum(unit.name in trained for unit in bucket.units)
                 bucket.work = None
                 bucket.is_full = False
-        self._pending = {
-            p.name: set(p.stages)
-            for p in self.held
-            if p.name in self._buckets_of and p.name in trained
-        }
+        self._pending.clear()
+        for parameter in self.held:
+            if parameter.name in self._buckets_of and parameter.name in trained:
+                self._pending[parameter.name] = set(parameter.stages)
         self._stage = None
         self._closed.clear()
         if self._blocks is not None:
@@ -159,6 +160,10 @@ class GradientSynchroniser:
         too.
         """
         self._stage = None
+        # a later stage that only compares their results, or sorts them, sends zeros back: an
+        # optimizer with weight decay or momentum would change what local training leaves alone
+        for tensor in self._untrained:
+            tensor.grad = None
         self._platform.close_stage(stage)
         if self._blocks is None:
             self._close_parameters(stage)
@@ -187,11 +192,11 @@ class GradientSynchroniser:
                 self._put_back(bucket)
         self._platform.wait_for_all_reduces()
 
-    def _accumulated(self, parameter: Held) -> None:
+    def _accumulated(self, parameter: HeldParameter) -> None:
         if self._stage is not None and self._stage in self._pending.get(parameter.name, ()):
             self._final(parameter, self._stage)
 
-    def _final(self, parameter: Held, stage: int) -> None:
+    def _final(self, parameter: HeldParameter, stage: int) -> None:
         pending = self._pending[parameter.name]
         pending.discard(stage)
         if pending:
@@ -294,7 +299,7 @@ def _queues(
 
 
 def _on_accumulated(
-    synchroniser: weakref.ref[GradientSynchroniser], parameter: Held
+    synchroniser: weakref.ref[GradientSynchroniser], parameter: HeldParameter
 ) -> Callable[[Tensor], None]:
     """A hook that does not keep the synchroniser alive: the collector does not see what hooks of a
     tensor hold.
@@ -338,7 +343,7 @@ class CountedGradient:
     """its values, without those that a sparse gradient leaves out"""
 
 
-def counted_gradients(held: Sequence[Held], rank: int) -> list[CountedGradient]:
+def counted_gradients(held: Sequence[HeldParameter], rank: int) -> list[CountedGradient]:
     """Gradients that this rank answers for in the norm of all: each counts on one of its holders,
     which share the work.
 
@@ -373,7 +378,7 @@ def squared_norm(counted: Sequence[CountedGradient], device: str) -> Tensor:
     return norm.to(device)  # parts whose home is the host have their gradients there
 
 
-def scale_gradients(held: Sequence[Held], factor: float | Tensor) -> None:
+def scale_gradients(held: Sequence[HeldParameter], factor: float | Tensor) -> None:
     """Multiplies all gradients, in one launch for each dtype. A tensor stands for a number that
     only the device knows.
     """

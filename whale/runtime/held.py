@@ -4,6 +4,7 @@ all-reduced, and what the optimizer gets.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,7 +31,7 @@ class HeldPiece:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameter:
     """A trainable parameter on this rank."""
 
     name: str
@@ -54,7 +55,7 @@ class Held:
 class Unit:
     """A parameter, or a piece of one, with those that sum its gradient."""
 
-    parameter: Held
+    parameter: HeldParameter
     ranks: tuple[int, ...]
     cells: Cells | None = None
     """None: the whole parameter"""
@@ -95,7 +96,7 @@ def trainable(job: Job) -> NamedParameters:
     return sorted(found, key=lambda pair: order[pair[0]])
 
 
-def held_parameters(job: Job, lowered: Lowered) -> list[Held]:
+def held_parameters(job: Job, lowered: Lowered) -> list[HeldParameter]:
     """This rank's trainable parameters, in the order in which backward reaches them. Another
     shape of the batch may train others.
     """
@@ -115,13 +116,12 @@ def held_parameters(job: Job, lowered: Lowered) -> list[Held]:
         assert isinstance(tensor, torch.nn.Parameter)
         own_stages = tuple(sorted(own & set(view.holders[name])))
         shard = shards.on(name, rank)
-        pieces = [
-            HeldPiece(piece.ranks, piece.inside(shard))
-            for piece in shards.pieces(name)
-            if rank in piece.ranks and piece.cells is not None
-        ]
+        pieces = []
+        for piece in shards.pieces(name):
+            if rank in piece.ranks and piece.cells is not None:
+                pieces.append(HeldPiece(piece.ranks, piece.inside(shard)))
         holders = {each for piece in pieces for each in piece.ranks} or shard.ranks
-        held.append(Held(name, tensor, tuple(sorted(holders)), own_stages, tuple(pieces)))
+        held.append(HeldParameter(name, tensor, tuple(sorted(holders)), own_stages, tuple(pieces)))
     return held
 
 
@@ -177,9 +177,14 @@ def summed_norms(job: Job, optimizer: torch.optim.Optimizer | None) -> SummedNor
 
 def for_optimizer(job: Job, whole: WholeUpdates | None) -> NamedParameters:
     """(name, parameter) pairs that the optimizer of this rank gets: whole parameters that this rank
-    owns in place of parts.
+    owns in place of parts. Parts that hold nothing are left out, of fewer experts than devices, say:
+    there is nothing to update, and torch's Adafactor divides by their number of elements.
     """
-    own = trainable(job)
+    states = job.prepared.captured.state
+    own = []
+    for name, parameter in trainable(job):
+        if parameter.numel() or not math.prod(states[name].shape):
+            own.append((name, parameter))
     if whole is None:
         return own
     order = {name: place for place, name in enumerate(job.names)}

@@ -113,6 +113,9 @@ class HostHome:
     def check(self, block: int) -> None:
         """Raises where a block is no longer as it was left."""
 
+    def close(self) -> None:
+        """Nothing comes or goes any more."""
+
     def begin_fetch(self, block: int, buffer: Tensor) -> Copy:
         return self._begin(block, [(self.where(block), bytes_of(buffer))], "incoming")
 
@@ -160,6 +163,9 @@ class DiskHome(HostHome):
         """
         self._folder.check(self._name(block), self._held[block].numel())
 
+    def close(self) -> None:
+        self._thread.shutdown()
+
     def _name(self, block: int) -> str:
         return f"{self._what}-{block}"
 
@@ -179,10 +185,13 @@ class DiskHome(HostHome):
         self._device.select()
         moment = self._device.copy_beside(copies, direction, [after])
         self._device.wait_for(moment)
+        # who waits for the copy frees what was copied, at once; this thread may hold its arguments
+        # until it runs again
+        copies.clear()
         return moment
 
 
-class Homes:
+class BlockHomes:
     """Each block in the home that the plan gives it."""
 
     def __init__(self, of: Sequence[HostHome]) -> None:
@@ -209,6 +218,11 @@ class HomeMaker:
     def num_bytes_moved(self) -> int:
         """Bytes since the start, both ways."""
         return sum(home.num_bytes_moved for home in self._made.values())
+
+    def close(self) -> None:
+        """Ends what copies; blocks stay where they are."""
+        for home in self._made.values():
+            home.close()
 
     def home(self, memory: Memory) -> HostHome:
         if memory not in self._made:

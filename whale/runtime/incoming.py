@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from whale.checkpoint import CheckpointError, Reader, merge_values
-from whale.checkpoint.pieces import read_shard, read_state
+from whale.checkpoint.pieces import StatePart, read_shard, read_state
 from whale.checkpoint.training_state import parameter_name, state_name
 from whale.plans.shards import Shard
 
@@ -36,6 +35,8 @@ class Wanted:
     dtype: torch.dtype
     is_away: bool
     """it does not stay on the device"""
+    is_stack: bool = False
+    """as in `StatePart`"""
 
 
 class Incoming:
@@ -58,17 +59,6 @@ class Incoming:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Incoming:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         self._held.clear()
@@ -126,4 +116,5 @@ class Incoming:
         if stored.startswith(RNG):
             return read(stored)
         wanted = self._states[parameter_name(stored)]
-        return read_state(read, self._shapes, stored, wanted.shard, wanted.shape)
+        part = StatePart(wanted.shard, wanted.shape, wanted.is_stack)
+        return read_state(read, self._shapes, stored, part)

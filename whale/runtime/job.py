@@ -116,7 +116,9 @@ class Job:
         return self.home_makers[what]
 
     def remove_spilled(self) -> None:
-        """Removes the files of this rank, if there are any."""
+        """Ends what copies to files of this rank, and removes them, if there are any."""
+        for maker in self.home_makers.values():
+            maker.close()
         if "spill" in self.__dict__:
             self.spill.close()
 

@@ -28,7 +28,7 @@ from whale.compat import foreach_norm, fused_step, has_fused_step
 from whale.config import Config
 from whale.devices import LocalDevice
 from whale.runtime.gradients import CountedGradient, scale_gradients
-from whale.runtime.held import Held
+from whale.runtime.held import HeldParameter
 from whale.runtime.loss_scale import DeviceLossScale
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -141,7 +141,7 @@ class MaskedUpdates:
 
     # ---- behind it
 
-    def apply(self, held: Sequence[Held], totals: Tensor, is_scaled: bool) -> None:
+    def apply(self, held: Sequence[HeldParameter], totals: Tensor, is_scaled: bool) -> None:
         """Steps the optimizer, unless the totals say on the device that it must not."""
         factor = self._factor(totals, is_scaled)
         left_out = self._left_out(totals)

@@ -23,7 +23,14 @@ from torch import Tensor
 from whale.compat import has_step_hooks
 from whale.devices import LocalDevice
 from whale.plans.blocks import slots_of
-from whale.runtime.homes import Homes, HostHome, aligned, bytes_of, contiguous_strides, tensor_in
+from whale.runtime.homes import (
+    BlockHomes,
+    HostHome,
+    aligned,
+    bytes_of,
+    contiguous_strides,
+    tensor_in,
+)
 from whale.runtime.job import Job
 from whale.runtime.residence import Pool, Residence
 from whale.runtime.stage_updates import BY_PARAMETER, step_some
@@ -196,7 +203,7 @@ class OffloadedStates:
         slot_of = slots_of(sizes, [0] * len(sizes))
         dtypes = [torch.uint8] * len(sizes)
         pool = Pool(sizes, slot_of, dtypes, self._device.name)
-        self._residence = Residence(pool, Homes([block.home for block in self._blocks]))
+        self._residence = Residence(pool, BlockHomes([block.home for block in self._blocks]))
         return self._residence
 
     # ---- checkpoints

@@ -103,12 +103,12 @@ class ReplicaCheck:
         self._shared = [SharedWeights(group, views[group]) for group in sorted(views)]
 
     def check(self) -> None:
-        """Before the first step: compares now."""
+        """Compares now, before the first step."""
         self._begin(0)
         self._finish()
 
     def after_step(self, step_count: int) -> None:
-        """After so many steps: looks at what was begun a step before, and begins if it is time."""
+        """Looks at what was begun a step before, and begins after every so many steps."""
         self._finish()
         if self._every and step_count % self._every == 0:
             self._begin(step_count)

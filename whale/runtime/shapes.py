@@ -42,7 +42,7 @@ from whale.runtime.executor import Executor
 from whale.runtime.job import Job
 from whale.runtime.longest import Longest
 from whale.runtime.zero import Zero, own_blocks
-from whale.scheduling.queues import Transfer, safe_window
+from whale.scheduling.queues import QueuedTransfer, safe_window
 
 logger = logging.getLogger("whale")
 
@@ -57,7 +57,7 @@ class _Channels:
     """(source, destination) ranks that are to be connected before it runs"""
 
 
-class Shapes:
+class LoweredGraphs:
     """Finds or makes the lowered graph for a batch. What no graph is for is captured once; of more
     than `max_captures` the one unused for longest is dropped.
     """
@@ -144,9 +144,8 @@ class Shapes:
         self, layout: BatchLayout, tensors: list[Tensor], outputs: bool
     ) -> Family:
         job = self._job
-        captured = capture_training(job.model, layout, tensors, job.task, outputs)
+        captured = capture_training(job.model, layout, tensors, job.task, outputs, job.sample)
         self._refuse_unchecked(captured.findings.gradient_changes())
-        self._refuse_unchecked(captured.findings.memory())
         prepared = prepare(captured, _num_parts(job.plan), job.config.loss_per_micro_batch)
         check_loss_and_buffers(
             prepared.captured, prepared.not_additive, widest(job.plan), job.plan.num_micro_batch
@@ -182,8 +181,7 @@ class Shapes:
 
     def _capture_evaluation(self, layout: BatchLayout, tensors: list[Tensor]) -> Family:
         job = self._job
-        captured = capture_evaluation(job.model, layout, tensors, job.task)
-        self._refuse_unchecked(captured.findings.memory())
+        captured = capture_evaluation(job.model, layout, tensors, job.task, job.sample)
         prepared = prepare(
             captured,
             num_micro_batch=len(job.plan.templates),  # not at one place where there are several
@@ -306,7 +304,7 @@ class Shapes:
         window = job.config.num_posted_receives
         if self.transport is None or not job.ranks.needs_channels:
             return _Channels(window)
-        transfers: dict[int, list[Transfer]] = {}
+        transfers: dict[int, list[QueuedTransfer]] = {}
         for graph in lowered.graphs:
             number = largest_micro_batches(graph.plan, batch_size)
             if not is_training:
@@ -327,7 +325,7 @@ class Shapes:
             window = self._safe_window(own_replica, window)
         return _Channels(window, frozenset(pairs))
 
-    def _safe_window(self, transfers: Mapping[int, Sequence[Transfer]], most: int) -> int:
+    def _safe_window(self, transfers: Mapping[int, Sequence[QueuedTransfer]], most: int) -> int:
         """Receives that may be posted ahead, so that none blocks what its message waits for."""
         window = safe_window(transfers, most)
         if window is None:

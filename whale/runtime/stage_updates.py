@@ -21,7 +21,7 @@ import torch
 
 from whale.compat import has_step_hooks
 from whale.config import Config
-from whale.runtime.held import Held
+from whale.runtime.held import HeldParameter
 
 BY_PARAMETER: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
@@ -44,7 +44,7 @@ BY_PARAMETER: frozenset[type[torch.optim.Optimizer]] = frozenset(
 class StageUpdates:
     """The update of one rank, stage by stage."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, held: Sequence[Held]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, held: Sequence[HeldParameter]) -> None:
         self._optimizer = optimizer
         own: dict[int, list[int]] = {}
         for parameter in held:

@@ -33,7 +33,7 @@ from whale.runtime.job import Job
 from whale.runtime.metrics import StepShares, open_metrics
 from whale.runtime.replicas import ReplicaCheck
 from whale.runtime.result import StepResult, Timing, Totals
-from whale.runtime.shapes import Shapes, largest_micro_batches
+from whale.runtime.shapes import LoweredGraphs, largest_micro_batches
 from whale.runtime.state import gather_outputs
 from whale.runtime.step_update import NonFiniteError, Update
 from whale.runtime.timing import DeviceClock, StepMoments, StepTiming, timing_on_host
@@ -48,7 +48,7 @@ class Training:
     def __init__(
         self,
         job: Job,
-        shapes: Shapes,
+        shapes: LoweredGraphs,
         batches: Batches,
         optimizer: OptimizerFactory | None,
         scheduler: SchedulerFactory | None,
@@ -227,7 +227,7 @@ class Training:
         end = job.ranks.device.event()
         self.step_count += 1
         self._replicas.after_step(self.step_count)
-        self.trained = done.lowered.trained
+        self.trained = frozenset(self.updater.trained)
         self.last_outcome = done.outcome
         moments = StepMoments(start, waiting, waited, updating, end)
         read_timing = self._timed(done.outcome, moments, update, done.bubble_s)
@@ -310,7 +310,7 @@ class Training:
         self.settle()
 
 
-def _block_gradients(job: Job, shapes: Shapes) -> BlockGradients | None:
+def _block_gradients(job: Job, shapes: LoweredGraphs) -> BlockGradients | None:
     """What sums the gradients of parameters that are cut; None where there are none."""
     if job.zero is None or not job.zero.blocks:
         return None

@@ -25,7 +25,7 @@ from whale.distributed.transport import Transport
 from whale.lowering.program import Lowered
 from whale.runtime.compressed_states import CompressedStates
 from whale.runtime.gradients import counted_gradients, scale_gradients, squared_norm
-from whale.runtime.held import Held, by_backward_order
+from whale.runtime.held import HeldParameter, by_backward_order
 from whale.runtime.job import Job
 from whale.runtime.loss_scale import DeviceLossScale, LossScale
 from whale.runtime.masked_update import CLIP_EPSILON, NUM_EMPTY, MaskedUpdates, can_mask
@@ -112,17 +112,9 @@ class Updater:
         """gives norms of the whole of parameters that are updated in parts; None: there are none"""
         self.trained: Collection[str] = ()
         """parameters that the loss of this step reaches"""
-        self.masked: MaskedUpdates | None = None
+        self.masked = self._masked_updates(trainable, job, lowered)
         """None where the host waits for loss and norm, or where nothing depends on them"""
         self.loss_scale: LossScale | DeviceLossScale | None = None
-        if config.needs_all_gradients is not None:
-            # these go by parts or through owners, which one fused kernel does not know of
-            in_pieces = any((self.compressed, self.offloaded, self.whole, job.plan.summed_norms))
-            on_device = all(each.device.type == ranks.device.type for _, each in trainable)
-            can = on_device and not in_pieces and can_mask(self.optimizer, config, ranks.device)
-            if all(ranks.gather(can and not lowered.has_sparse_gradients)):  # all ranks alike
-                names = by_backward_order(list(job.plan.holders), lowered.first_use)
-                self.masked = MaskedUpdates(self.optimizer, config, ranks.device, names)
         if self.masked is not None:
             self.loss_scale = self.masked.loss_scale
         elif config.precision == "fp16":
@@ -132,7 +124,24 @@ class Updater:
         self._pending: Update | None = None
         """the last step, whose totals the host has not looked at"""
 
-    def begin(self, held: Sequence[Held], lending: Collection[int]) -> StageUpdates | None:
+    def _masked_updates(
+        self, trainable: Sequence[tuple[str, torch.nn.Parameter]], job: Job, lowered: Lowered
+    ) -> MaskedUpdates | None:
+        """Updates that the device itself leaves out after a bad step, where all ranks can do so."""
+        config = job.config
+        ranks = job.ranks
+        if config.needs_all_gradients is None:
+            return None
+        # these go by parts or through owners, which one fused kernel does not know of
+        in_pieces = any((self.compressed, self.offloaded, self.whole, job.plan.summed_norms))
+        on_device = all(each.device.type == ranks.device.type for _, each in trainable)
+        can = on_device and not in_pieces and can_mask(self.optimizer, config, ranks.device)
+        if not all(ranks.gather(can and not lowered.has_sparse_gradients)):  # all ranks alike
+            return None
+        names = by_backward_order(list(job.plan.holders), lowered.first_use)
+        return MaskedUpdates(self.optimizer, config, ranks.device, names)
+
+    def begin(self, held: Sequence[HeldParameter], lending: Collection[int]) -> StageUpdates | None:
         """Start of a step: what updates each stage as soon as it may be; None where all must be
         updated at the end.
         """
@@ -225,7 +234,7 @@ class Updater:
     def totals(
         self,
         loss: Tensor,
-        held: Sequence[Held],
+        held: Sequence[HeldParameter],
         transport: Transport | None,
         num_empty: CountEmpty,
         is_scaled: bool,
@@ -247,7 +256,7 @@ class Updater:
 
     def apply(
         self,
-        held: Sequence[Held],
+        held: Sequence[HeldParameter],
         totals: Totals,
         step: int,
         num_empty: CountEmpty,
@@ -284,7 +293,7 @@ class Updater:
         update.seconds = time.perf_counter() - start
         return update
 
-    def _step(self, held: Sequence[Held], factor: float) -> None:
+    def _step(self, held: Sequence[HeldParameter], factor: float) -> None:
         if factor != 1.0:
             scale_gradients(held, factor)
         if self.whole is not None:
@@ -341,7 +350,7 @@ class Updater:
         return may_skip or has_tensors or isinstance(self.scheduler, ReduceLROnPlateau)
 
     def _apply_masked(
-        self, masked: MaskedUpdates, held: Sequence[Held], update: Update, is_scaled: bool
+        self, masked: MaskedUpdates, held: Sequence[HeldParameter], update: Update, is_scaled: bool
     ) -> None:
         """Launches the update and looks at the step before."""
         start = time.perf_counter()
@@ -388,7 +397,9 @@ class Updater:
 
     # ---- numbers that are not finite
 
-    def _find_bad(self, held: Sequence[Held], num_empty: CountEmpty) -> tuple[dict[int, str], bool]:
+    def _find_bad(
+        self, held: Sequence[HeldParameter], num_empty: CountEmpty
+    ) -> tuple[dict[int, str], bool]:
         """Rank -> a parameter with a gradient that is not finite; and whether a denominator of the
         loss is zero. All ranks call it.
         """

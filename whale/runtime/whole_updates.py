@@ -100,9 +100,7 @@ class WholeUpdates:
     def _parts(self, name: str) -> list[Shard]:
         """The parts of a parameter that hold something."""
         shape = next((s.whole_shape for s in self._shards.of(name) if s.ranges is not None), ())
-        return [
-            shard for shard in self._shards.of(name) if shard.ranges is None or shard.boxes(shape)
-        ]
+        return [shard for shard in self._shards.of(name) if shard.boxes(shape)]
 
     def _to_owner(self, name: str, part: Tensor | None, whole: Tensor | None) -> None:
         """Puts the parts of all holders together in `whole`, on the owner."""

@@ -22,6 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from whale.devices import HostCopy
 from whale.distributed.intervals import Intervals, Transfer
 from whale.distributed.ranks import Ranks
 from whale.plans.blocks import WEIGHTS_TOO, Block, slots_of
@@ -52,6 +53,9 @@ class Zero:
         self.level = WEIGHTS_TOO if is_at_home else plan.zero
         self._homes = homes("weights")
         self._gradient_homes = homes("gradients")
+        for block in self.blocks:
+            if block.gradients != "device":  # what cannot be is refused before the first step
+                self._gradient_homes.home(block.gradients)
         if ranks.device.is_accelerator:
             _refuse_on_accelerators(plan, self.blocks)
         self.ranks = ranks
@@ -143,17 +147,32 @@ class Zero:
             and self.is_trained(block)
         )
 
-    def gradients_at_home(self, name: str, own: Tensor) -> Tensor:
-        """Gradients of this rank's interval of the block of a parameter, where the plan sums them."""
+    def gradient_home(self, name: str, own: Tensor) -> Tensor | None:
+        """Where gradients of this rank's interval of the block of a parameter, `own` say, are
+        summed: where the plan says, and on the host where the part is; None: on the device.
+        """
         number = self.block_of[name]
         memory = self.blocks[number].gradients
-        if memory == "device" or not own.numel():
-            return own
-        home = self._gradient_homes.home(memory)
+        is_here = self.updated[name].device.type == own.device.type
+        if not own.numel() or (memory == "device" and is_here):
+            return None
+        home = self._gradient_homes.home("host" if memory == "device" else memory)
         place = home.place(number, own.nbytes)
         home.check(number)
-        home.num_bytes_moved += own.nbytes
-        return tensor_in(place, 0, own, own.shape, (1,)).copy_(own)
+        if memory != "device":
+            home.num_bytes_moved += own.nbytes
+        return tensor_in(place, 0, own[:0], own.shape, (1,))
+
+    def begin_copy_to_host(self, own: Tensor, home: Tensor | None) -> HostCopy:
+        """Gradients on their way from an accelerator to its host: to their home where that is
+        pinned, which a file is not, else to memory of their own.
+        """
+        device = self.ranks.device
+        is_pinned = home is not None and home.is_pinned()
+        target = home if is_pinned else device.empty_on_host(own.shape, own.dtype)
+        assert target is not None
+        moment = device.copy_beside([(own, target)], "outgoing", [device.event()])
+        return HostCopy(target, moment, device)
 
     def _part(self, number: int, like: Tensor, num_elements: int) -> Tensor:
         """Memory for this rank's interval of a block, where the plan says."""
@@ -307,8 +326,8 @@ def trained_parts(zero: Zero | None, weights: Mapping[str, Tensor]) -> Mapping[s
     """What the optimizer of this rank updates, by name: parts that hold nothing left out."""
     if zero is None:
         return weights
-    return {
-        name: tensor
-        for name, tensor in zero.updated.items()
-        if tensor.numel() or name not in zero.block_of
-    }
+    found = {}
+    for name, tensor in zero.updated.items():
+        if tensor.numel() or name not in zero.block_of:
+            found[name] = tensor
+    return found

@@ -88,7 +88,8 @@ def improve(
         ends = new_ends
         sequence = new_sequence
         time = new_time
-        places[row[place]], places[row[place + 1]] = place, place + 1
+        places[row[place]] = place
+        places[row[place + 1]] = place + 1
         links = critical_links(problem, rows, places, ends, durations, needs)
         if time < best_time * (1 - NEAR):
             best_time = time
@@ -128,13 +129,8 @@ def critical_links(
     `places`: of every job, in the row of its device.
     """
     last_end = max(ends)
-    job = next(
-        job
-        for row in rows
-        if row and ends[row[-1]] == last_end
-        for job in row
-        if ends[job] == last_end
-    )
+    last_row = next(row for row in filter(None, rows) if ends[row[-1]] == last_end)
+    job = next(job for job in last_row if ends[job] == last_end)
     links: list[tuple[int, int]] = []
     size = problem.size
     count = problem.num_micro_batch

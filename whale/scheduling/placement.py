@@ -39,7 +39,7 @@ def zigzag(num_devices: int, num_chunks: int) -> DeviceOfStage:
 
 
 def wave(num_devices: int, num_waves: int) -> DeviceOfStage:
-    """Down and up again, `num_waves` times."""
+    """Stages that go down the devices and up again, `num_waves` times."""
     _require(num_devices, num_waves, "wave")
     return zigzag(num_devices, 2 * num_waves)
 

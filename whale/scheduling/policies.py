@@ -39,7 +39,7 @@ class Keys:
     offset: float = -ALWAYS
 
     def of(self, problem: OrderProblem) -> list[float]:
-        """The key of every job. Weight parts get 0: these passes take them as fillers."""
+        """The key of every job. Weight gradients get 0: these passes take them as fillers."""
         heads, backs = _alone(problem)
         interval = max(
             sum(problem.forward_s[s] + problem.whole_s[s] for s in chunks)

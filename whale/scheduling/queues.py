@@ -24,7 +24,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 
-class Transfer(NamedTuple):
+class QueuedTransfer(NamedTuple):
     """A send or receive of a rank's action list, with all ranks that it has a message for."""
 
     is_send: bool
@@ -59,7 +59,7 @@ def last_posted(num_posted: int, num_received: int, window: int, num_receives: i
     return max(num_posted, min(num_receives, num_received + window))
 
 
-def safe_window(transfers: Mapping[int, Sequence[Transfer]], most: int) -> int | None:
+def safe_window(transfers: Mapping[int, Sequence[QueuedTransfer]], most: int) -> int | None:
     """Largest number of receives, at most `most`, that every rank may post ahead so that all ranks
     finish with a single queue; None: there is none, 0 included.
 
@@ -71,12 +71,12 @@ def safe_window(transfers: Mapping[int, Sequence[Transfer]], most: int) -> int |
     return None
 
 
-def launches(transfers: Sequence[Transfer], window: int) -> list[Launch]:
+def launches(transfers: Sequence[QueuedTransfer], window: int) -> list[Launch]:
     """What a rank launches for its sends and receives, as the executor does it."""
     return list(_launches(transfers, window))
 
 
-def _launches(transfers: Sequence[Transfer], window: int) -> Iterator[Launch]:
+def _launches(transfers: Sequence[QueuedTransfer], window: int) -> Iterator[Launch]:
     receives = [transfer.peers for transfer in transfers if not transfer.is_send]
     num_posted = 0
     num_received = 0

@@ -23,7 +23,7 @@ from whale.search.candidate import Candidate, DeviceGroup, ReplicaChoice
 from whale.search.choose import data_parallel, none_fits, open_up
 from whale.search.drafting import Drafted
 from whale.search.point import Point
-from whale.search.search import Progress, Search, search
+from whale.search.search import Search, SearchProgress, search
 from whale.search.settings import OpenSettings
 from whale.search.shapes import MOST_CLASSES, device_classes
 from whale.simulation.simulate import simulate
@@ -104,7 +104,7 @@ class Advice:
 
 
 def advise(
-    problem: Problem, launch: str, progress: Callable[[Progress], None] = lambda _: None
+    problem: Problem, launch: str, progress: Callable[[SearchProgress], None] = lambda _: None
 ) -> Advice:
     """Raises ValueError where no plan fits."""
     problem = replace(problem, config=open_up(problem.config))

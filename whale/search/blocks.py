@@ -118,7 +118,7 @@ class Blocks:
                     best = best_cuts(estimator, each, self.search.budget.cut_moves)
                     shapes[stages] = best
                     # by the samples of the block, not by all
-                    self.search.moved[best, memory.zero] = best
+                    self.search.moved[best, memory] = best
             self._best[key] = list(shapes.values())
         return self._best[key]
 

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from whale.annotation.scopes import GridShape
 from whale.names import count
+from whale.planning.offload import ON_DEVICES, Offload
+from whale.planning.offload_auto import Try
 from whale.units import ranges
 
-GridShape = tuple[int, int, int]
-"""devices along the three axes of a grid, as in `split(grid=...)`"""
 ANY_GRID: GridShape = (0, 0, 0)
 """the shape that the planner finds best (`planning/grids.py`)"""
 Recompute = bool | str | tuple[str, ...]
@@ -60,8 +61,13 @@ class MemoryChoice:
     """what ranks that hold the same parameter share instead of each holding all of it: 0 nothing,
     1 optimizer state, 2 gradients too, 3 weights too
     """
-    offload: tuple[str, ...] = ()
-    """what has its home in the memory of the host: "weights", "optimizer", "activations" """
+    offload: Offload = ON_DEVICES
+    """what has its home in the memory of the host, or on its disk"""
+
+    @property
+    def text(self) -> str:
+        """`ZeRO 1 with optimizer on the host`; empty where everything is held on its device."""
+        return Try(self.zero, self.offload).text
 
 
 @dataclass(frozen=True)
@@ -146,15 +152,15 @@ class Candidate:
 
     def describe(self) -> str:
         """One line for people: `2 replicas of 3 + 4 devices, 8 micro-batches, auto`."""
-        zero = f", ZeRO {self.memory.zero}" if self.memory.zero else ""
+        memory = f", {self.memory.text}" if self.memory.text else ""
         if not self.are_alike:
             parts = [_describe_replica(replica) for replica in self.replicas]
             number = count(len(parts), "model replica")
-            return f"{number} that are not alike: {'; '.join(parts)}{zero}"
+            return f"{number} that are not alike: {'; '.join(parts)}{memory}"
         first = _describe_replica(self.replicas[0])
         if len(self.replicas) == 1:
-            return f"{first}{zero}"
-        return f"{len(self.replicas)} model replicas, each {first}{zero}"
+            return f"{first}{memory}"
+        return f"{len(self.replicas)} model replicas, each {first}{memory}"
 
 
 def _describe_replica(replica: ReplicaChoice) -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from whale.cluster.cluster import Device
 from whale.config import Config
 from whale.names import count
+from whale.planning.offload_auto import may_offload
 from whale.planning.planner import make_plan
 from whale.planning.problem import Problem
 from whale.planning.stages import Assignment
@@ -19,7 +20,7 @@ from whale.plans.shares import DoesNotFit
 from whale.search.budget import Budget
 from whale.search.drafting import Drafted, actions_seconds
 from whale.search.point import Point, Shape
-from whale.search.search import Progress, Search, new_search, search
+from whale.search.search import Search, SearchProgress, new_search, search
 from whale.search.settings import AUTO, OpenSettings, is_open, settled
 from whale.simulation.simulate import step_seconds
 from whale.units import human_bytes, human_seconds, ranges
@@ -35,10 +36,10 @@ FURTHER = (1, 2, 4, 8)
 SMALLER = (2, 4, 8)
 """devices more, and parts of the batch, that are tried where nothing fits"""
 
-Report = Callable[[Progress], None]
+Report = Callable[[SearchProgress], None]
 
 
-def silent(_: Progress) -> None:
+def silent(_: SearchProgress) -> None:
     """Takes the progress of a search and says nothing."""
 
 
@@ -279,27 +280,39 @@ def open_up(config: Config) -> Config:
 
 
 def none_fits(problem: Problem, done: Search) -> str:
-    """Why no plan fits: proved where weights alone are too much for all devices together."""
+    """Why no plan fits: proved where weights alone are too much for all devices together, and for
+    the memories beside them where these may be used.
+    """
     outline = done.outline
     needed = float(outline.static_bytes(False).sum())
     memories = [device.kind.memory_bytes for device in problem.cluster.devices]
     if not all(memories):
         return f"Searched: {_counts(done)}, none fits"
-    missing = needed - sum(memories)
+    beside = _bytes_beside(problem)
+    others = f" and {human_bytes(beside)} beside them" if beside else ""
+    missing = needed - sum(memories) - beside
     if missing > 0:
         largest = _largest_device(problem).kind
         further = f"{-int(-missing // largest.memory_bytes)} further {largest.name}"
         return (
             "No plan fits: weights, gradients and optimizer state take "
             f"{human_bytes(needed)}, all {count(len(memories), 'device')} together have "
-            f"{human_bytes(sum(memories))}. Try: {human_bytes(missing)} more memory, so at least "
-            f"{further}, or an optimizer with less state"
+            f"{human_bytes(sum(memories))}{others}. Try: {human_bytes(missing)} more memory, so at "
+            f"least {further}, or an optimizer with less state"
         )
     return (
         f"Searched: {_counts(done)}, none fits; weights, gradients and optimizer state take "
-        f"{human_bytes(needed)} of {human_bytes(sum(memories))}, the rest must hold activations. "
-        f"Try: {_least_change(problem)}"
+        f"{human_bytes(needed)} of {human_bytes(sum(memories))}{others}, the rest must hold "
+        f"activations. Try: {_least_change(problem)}"
     )
+
+
+def _bytes_beside(problem: Problem) -> int:
+    """What hosts and disks have for what does not fit on the devices."""
+    if not may_offload(problem):
+        return 0
+    memories = [problem.cluster.memories_of(host) for host in problem.cluster.hosts]
+    return sum(each.size("host") + each.size("disk") for each in memories)
 
 
 def _largest_device(problem: Problem) -> Device:

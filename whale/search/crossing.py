@@ -13,7 +13,7 @@ ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
-class Crossing:
+class GroupMessages:
     """The messages between two groups of devices, by the links that they take."""
 
     links: tuple[tuple[float, Link], ...]
@@ -43,7 +43,7 @@ class Boundary:
         return slowest
 
 
-def boundary_of(crossings: Sequence[tuple[Crossing, int]]) -> Boundary:
+def boundary_of(crossings: Sequence[tuple[GroupMessages, int]]) -> Boundary:
     """What several replicas send: (messages of one of them, its samples of a micro-batch) each."""
     messages: dict[tuple[float, Link], None] = {}
     cards: dict[str, float] = {}
@@ -56,13 +56,14 @@ def boundary_of(crossings: Sequence[tuple[Crossing, int]]) -> Boundary:
     return Boundary(tuple(messages), cards)
 
 
-def crossing_of(here: Sequence[int], there: Sequence[int], network: Network) -> Crossing:
+def group_messages(here: Sequence[int], there: Sequence[int], network: Network) -> GroupMessages:
     """What goes from one group of ranks to another one."""
     largest: dict[Link, float] = {}
     leaving: dict[tuple[str, str], float] = {}
     links: dict[tuple[str, str], Link] = {}
     for place, source in enumerate(here):
-        start, end = place / len(here), (place + 1) / len(here)
+        start = place / len(here)
+        end = (place + 1) / len(here)
         first = int(start * len(there))
         for other in range(first, len(there)):
             begin = max(start, other / len(there))
@@ -81,4 +82,4 @@ def crossing_of(here: Sequence[int], there: Sequence[int], network: Network) -> 
     cards = []
     for hosts, part in leaving.items():
         cards += [(host, part, links[hosts]) for host in hosts]
-    return Crossing(tuple((part, link) for link, part in largest.items()), tuple(cards))
+    return GroupMessages(tuple((part, link) for link, part in largest.items()), tuple(cards))

@@ -16,12 +16,15 @@ from whale.planning.problem import Problem
 from whale.planning.schedules import ACTION_S
 from whale.planning.stages import Assignment
 from whale.plans.plan import Plan
+from whale.plans.shares import DoesNotFit
 from whale.scheduling.check import check
+from whale.scheduling.memory import fits
 from whale.search.candidate import ANY_GRID, Candidate, DeviceGroup
 from whale.search.outline import Outline
 from whale.search.split_parts import split_operations
 from whale.search.unlike import plan_of_candidate
-from whale.simulation.simulate import step_seconds
+from whale.simulation.simulate import figures_in, peak_bytes, step_seconds
+from whale.units import human_bytes
 
 CHOSEN = "chosen by the search"
 DRAFT_TRIES = 60
@@ -47,9 +50,18 @@ class Drafted:
 
 
 def prove(plan: Plan) -> None:
-    """Proves the orders of a plan, which drafts do not: most of them are thrown away."""
+    """Proves the orders of a plan, which drafts do not, since most of them are thrown away; and that
+    no device is over-full at any action. Raises `DoesNotFit` where one is.
+    """
     for template in plan.templates:
         check(template.schedule, require_channel_order=True)
+    capacities = figures_in(plan).memory_bytes
+    for rank, (peak, capacity) in enumerate(zip(peak_bytes(plan), capacities, strict=True)):
+        if capacity and not fits(peak, capacity):
+            raise DoesNotFit(
+                f"rank {rank} ({plan.device_kinds[rank]}) holds {human_bytes(peak)} at its fullest "
+                f"moment and has {human_bytes(capacity)}"
+            )
 
 
 def actions_seconds(plan: Plan) -> float:
@@ -77,8 +89,14 @@ class Drafting:
         """The plan of a candidate; raises ValueError where it cannot be: it does not fit, or the
         model may not be cut so.
         """
-        config = self.config_of(candidate)
-        problem = replace(self.problem, config=config, schedule_tries=tries, is_proved=False)
+        offload = candidate.memory.offload
+        problem = replace(
+            self.problem,
+            config=self.config_of(candidate),
+            offload=offload if offload.is_any else self.problem.offload,
+            schedule_tries=tries,
+            is_proved=False,
+        )
         is_whole = len(candidate.ranks) == problem.cluster.num_devices
         if not candidate.are_alike or not is_whole:
             return self._draft_replicas(problem, candidate)

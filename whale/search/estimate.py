@@ -31,17 +31,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from whale.cluster.cluster import DeviceKind
+from whale.planning.offload import ON_DEVICES, Offload
 from whale.planning.pricing import update_seconds
 from whale.planning.schedules import ACTION_S
 from whale.plans.shares import Load, best_shares, shares_of_series
 from whale.search.outline import Outline
 from whale.search.point import Estimate, Point, Shape
-from whale.search.stage_memory import StageMemory
+from whale.search.stage_memory import OutlineMemory
 from whale.search.stage_rows import PointStages, StageRow, prefix_sums
 from whale.search.step_messages import StepMessages
 
 SAME_SECONDS = 1e-4
 """the slowest stage is found to this part of its time"""
+ANY_SECONDS = 1e30
+"""a limit that every stage keeps that fits, whatever it sends or moves"""
 NEAR_CUTS = 4
 """segments by which a cut is moved to where less crosses"""
 MEMORY_PART = 0.97
@@ -68,6 +71,8 @@ class Estimator:
     """of the mini-batch; None: all"""
     zero: int = 0
     """level of ZeRO"""
+    offload: Offload = ON_DEVICES
+    """what is at home elsewhere"""
     _rows: dict[frozenset[tuple[DeviceKind, int]], tuple[list[float], list[float]]] = field(
         default_factory=dict, repr=False
     )
@@ -76,8 +81,15 @@ class Estimator:
     _last: tuple[Point, PointStages] | None = field(default=None, repr=False)
 
     @cached_property
-    def memory(self) -> StageMemory:
-        return StageMemory(self.outline, self.recompute, self.zero)
+    def _is_away(self) -> bool:
+        """Something is at home elsewhere."""
+        return self.offload.is_any
+
+    @cached_property
+    def memory(self) -> OutlineMemory:
+        on_accelerators = self.outline.problem.cluster.has_accelerators_only
+        homes = self.offload.as_run(on_accelerators)
+        return OutlineMemory(self.outline, self.recompute, self.zero, homes)
 
     @cached_property
     def messages(self) -> StepMessages:
@@ -250,6 +262,8 @@ class Estimator:
                 # the stages of a group share its memory evenly
                 free = (free - share * self.memory.workspace) / point.num_chunks
                 part = kind.memory_bytes / total if self.zero else 0.0
+                if self.offload.has_blocks:
+                    part = 1 / len(ranks)  # memory of the devices is no reason for parts elsewhere
                 devices.add((free, share, part))
         return StageRow(forward, backward, tuple(sorted(devices)), ranks)
 
@@ -283,7 +297,7 @@ class Estimator:
             return None
         whole = [stage.forward[-1] + stage.backward[-1] for stage in stages]
         low = 1.0 / sum(1.0 / max(each, 1e-30) for each in whole)
-        best = self._within(point, stages, 3.0 * max(whole))
+        best = self._within(point, stages, ANY_SECONDS)
         if best is None:
             return None
         high = self._slowest(point, stages, best)
@@ -325,9 +339,10 @@ class Estimator:
         self, stage: StageRow, start: int, most: int, in_flight: int, limit: float
     ) -> int:
         """Where a stage ends, at most, that starts here and takes at most `limit` seconds."""
-        low, high = start, most
-        if not (self.zero and stage.is_shared):
-            # what is recomputed and what ZeRO sends only add to the prefix sums
+        low = start
+        high = most
+        if not (self.zero and stage.is_shared) and not self._is_away:
+            # what is recomputed only adds to the prefix sums
             high = min(high, bisect_right(stage.both, stage.both[start] + limit) - 1)
             if high > start and self.memory.recomputed(stage, start, high, in_flight) == 0.0:
                 return high
@@ -349,18 +364,27 @@ class Estimator:
     def _actions(
         self, stage: StageRow, start: int, end: int, recomputed: float
     ) -> tuple[float, float]:
-        """Seconds of a forward and of a backward, with what ZeRO sends in them."""
+        """Seconds of a forward and of a backward, with what ZeRO sends in them and what comes from
+        elsewhere or goes there.
+        """
         forward = stage.forward[end] - stage.forward[start]
         backward = stage.backward[end] - stage.backward[start] + recomputed * forward
-        if not self.zero or not stage.is_shared:
+        shares = self.zero and stage.is_shared
+        if not shares and not self._is_away:
             return forward, backward
         trained = self.memory.trained_in(start, end)
-        byte_s = self.messages.ring(stage.ranks)[0]
-        terms = self.memory.zero_terms
-        return (
-            terms.forward_s(forward, trained, byte_s),
-            terms.backward_s(backward, trained, byte_s),
-        )
+        if shares:
+            byte_s = self.messages.ring(stage.ranks)[0]
+            zero = self.memory.zero_terms
+            forward = zero.forward_s(forward, trained, byte_s)
+            backward = zero.backward_s(backward, trained, byte_s)
+        if self._is_away:
+            samples = max((each[1] for each in stage.devices), default=0)
+            saved = self.memory.saved_bytes(start, end, samples)
+            terms = self.memory.offload_terms
+            forward = terms.forward_s(forward, trained, saved, stage.ranks)
+            backward = terms.backward_s(backward, trained, saved, stage.ranks)
+        return forward, backward
 
     # ---- step
 
@@ -377,8 +401,8 @@ class Estimator:
         backward = []
         for index, stage in enumerate(stages):
             own = self._actions(stage, bounds[index], bounds[index + 1], parts[index])
-            forward.append(own[0] + ACTION_S)
-            backward.append(own[1] + ACTION_S)
+            forward.append(own[0])
+            backward.append(own[1])
         messages, cards = self.messages.messages(ready.boundaries, bounds)
         busy = [0.0] * point.shape.num_stages
         for index, group in enumerate(point.group_of_stage):
@@ -396,7 +420,9 @@ class Estimator:
             closes.append(longest - tail)
             tail += backward[index] + (messages[index] if index < len(messages) else 0.0)
         end_s = self.messages.reduced(point, ready, bounds, closes, backward)
-        return end_s + self._update(point, ready, bounds)
+        # as a draft is scored (`drafting.py`): what the runtime adds counts on the busiest rank
+        actions_s = 2 * ACTION_S * point.num_micro_batch * point.num_chunks
+        return end_s + self._update(point, ready, bounds) + actions_s
 
     def _update(self, point: Point, ready: PointStages, bounds: Sequence[int]) -> float:
         """Seconds of the optimizer on the slowest device."""
@@ -415,5 +441,7 @@ class Estimator:
                 seconds = update_seconds(int(num_bytes), int(shared), 1, ratio, kind, work)
                 if self.zero:
                     seconds /= len(ranks)
+                if self.offload.has_blocks:
+                    seconds = self.memory.offload_terms.update_s(num_bytes, ranks, seconds)
                 slowest = max(slowest, seconds)
         return slowest

@@ -25,13 +25,12 @@ from whale.capture.sample_states import batch_dim
 from whale.cluster.cluster import DeviceKind
 from whale.costs.backward_workspace import COPIES, live_between
 from whale.costs.costs import NodeCost
+from whale.planning.cuts import Floats
 from whale.planning.problem import Problem
 from whale.planning.stages import state_behind
 from whale.planning.task_graphs import cuttable, thin_points
 from whale.planning.workload import INSIDE_OPERATIONS, Workload
 from whale.planning.zero_blocks import layer_name
-
-Floats = npt.NDArray[np.float64]
 
 MOST_POINTS = 160
 """points where a stage may start, in the outline"""

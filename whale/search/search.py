@@ -19,18 +19,21 @@ from functools import cached_property
 from whale.cluster.cluster import Cluster
 from whale.planning.problem import Problem, check_loss_and_buffers
 from whale.planning.schedules import FIXED_ORDERS
+from whale.plans.shares import DoesNotFit
 from whale.search.blocks import Blocks
 from whale.search.budget import Budget
 from whale.search.candidate import Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
 from whale.search.drafting import Drafted, Drafting, prove
 from whale.search.equal_stages import draft_equal
 from whale.search.estimate import Estimator
+from whale.search.memory_drafts import draft_offload, draft_zero
 from whale.search.moves import best_cuts, neighbours, nudged
 from whale.search.outline import Outline
 from whale.search.point import Estimate, Point, Shape
 from whale.search.settings import OpenSettings
 from whale.search.shapes import shapes, subsets
-from whale.search.split_drafts import draft_split, draft_tensor_groups, draft_zero
+from whale.search.slices import draft_slices
+from whale.search.split_drafts import draft_split, draft_tensor_groups
 
 LOOKED_AT = 3
 """so many times more estimates get their best cuts than are drafted"""
@@ -57,8 +60,8 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What the search tells about itself on the way."""
+class SearchProgress:
+    """How far a search has come."""
 
     what: str
     done: int
@@ -73,7 +76,7 @@ class Search:
     problem: Problem
     settings: OpenSettings
     budget: Budget
-    progress: Callable[[Progress], None] = lambda _: None
+    progress: Callable[[SearchProgress], None] = lambda _: None
     seeds: Sequence[Candidate] = ()
     """drafted before all others: what was found for a problem that is nearly the same"""
     drafted: list[Drafted] = field(default_factory=list)
@@ -90,8 +93,8 @@ class Search:
         self.estimator = self.estimator_of(self.measures[0])
         self.drafting = Drafting(self.problem, self.outline)
         self._neighbours_left = self.budget.neighbours
-        self.moved: dict[tuple[Estimate, int], Estimate] = {}
-        """(estimate, level of ZeRO) -> the same with its best cuts"""
+        self.moved: dict[tuple[Estimate, MemoryChoice], Estimate] = {}
+        """the same with its best cuts"""
         self.point_of: dict[Candidate, Point] = {}
         self.blocks = Blocks(self)
         self._all_shapes: list[Shape] = []
@@ -108,19 +111,39 @@ class Search:
         try:
             for seed in self.seeds:
                 self.draft(seed)
-            self.draft_best(self.estimated(self.points(), self.estimator), self.budget.drafts)
-            self.draft_waves()
-            draft_equal(self)
-            draft_split(self)
-            draft_tensor_groups(self)
-            draft_zero(self)
-            self.draft_unlike()
-            self.draft_smaller()
-            self.polish()
+            if not draft_slices(self):
+                self._draft_all()
         except KeyboardInterrupt:
             self.is_interrupted = True
-        if self.best is not None:
-            prove(self.best.plan)
+        self._prove_best()
+
+    def _prove_best(self) -> None:
+        """Proves the best plan. One that is over-full at some action is no plan: the next one is the
+        best then.
+        """
+        while (best := self.best) is not None:
+            try:
+                return prove(best.plan)
+            except DoesNotFit as error:
+                self.drafted = [each for each in self.drafted if each is not best]
+                self.tried.append(Tried(best.candidate, math.inf, str(error)))
+
+    def _draft_all(self) -> None:
+        """Drafts of every kind on the whole cluster."""
+        self.draft_best(self.estimated(self.points(), self.estimator), self.budget.drafts)
+        self.draft_waves()
+        draft_equal(self)
+        draft_split(self)
+        draft_tensor_groups(self)
+        draft_zero(self)
+        draft_offload(self)
+        self.draft_unlike()
+        self.draft_smaller()
+        self.polish()
+
+    def on(self, problem: Problem) -> Search:
+        """A search with the same settings for another problem, which is to be run."""
+        return Search(problem, self.settings, self.budget, self.progress)
 
     # ---- estimates
 
@@ -166,8 +189,9 @@ class Search:
         """The estimator of candidates that do this about their memory, with what it has computed."""
         key = (memory, num_samples)
         if key not in self._estimators:
-            made = Estimator(self.outline, memory.recompute, num_samples, memory.zero)
-            self._estimators[key] = made
+            self._estimators[key] = Estimator(
+                self.outline, memory.recompute, num_samples, memory.zero, memory.offload
+            )
         return self._estimators[key]
 
     def points(
@@ -258,10 +282,10 @@ class Search:
         time.
         """
         memory = memory or self.measures[0]
-        key = (estimate, memory.zero)
+        key = (estimate, memory)
         if key not in self.moved:
             better = best_cuts(self.estimator_of(memory), estimate, self.budget.cut_moves)
-            self.moved[key] = self.moved[better, memory.zero] = better
+            self.moved[key] = self.moved[better, memory] = better
         return self.moved[key]
 
     def draft_best(self, estimates: list[Estimate], most: int) -> None:
@@ -446,14 +470,14 @@ class Search:
                         break
 
     def report(self, what: str, done: int, of: int) -> None:
-        self.progress(Progress(what, done, of, self.best))
+        self.progress(SearchProgress(what, done, of, self.best))
 
 
 def new_search(
     problem: Problem,
     settings: OpenSettings,
     budget: Budget | None = None,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Callable[[SearchProgress], None] = lambda _: None,
     seeds: Sequence[Candidate] = (),
 ) -> Search:
     """A search that is to be run. `seeds`: candidates that are drafted first."""
@@ -466,7 +490,7 @@ def search(
     problem: Problem,
     settings: OpenSettings,
     budget: Budget | None = None,
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Callable[[SearchProgress], None] = lambda _: None,
     seeds: Sequence[Candidate] = (),
 ) -> Search:
     """A finished search. `seeds`: candidates that are drafted first."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from whale.capture.graph import user_line
 from whale.config import Config
 from whale.operations.nodes import trains_batch_norm
+from whale.planning.offload_auto import Try, may_offload, tries
 from whale.planning.problem import Problem
 from whale.planning.schedules import FIXED_ORDERS
 from whale.search.candidate import MemoryChoice
@@ -31,6 +32,10 @@ class OpenSettings:
     """the level of ZeRO; None: open, for where memory is short"""
     zero_for_speed: bool = False
     """levels of ZeRO are compared also where memory is not short: the user said "auto" """
+    homes: tuple[Try, ...] = ()
+    """what may be at home outside of the devices where memory is short, that which moves least
+    first
+    """
     may_split: bool = False
     """operations may be split over devices"""
     why_one_micro_batch: str | None = None
@@ -57,6 +62,7 @@ class OpenSettings:
             num_waves=config.num_waves,
             zero=_zero(problem),
             zero_for_speed=config.zero == AUTO,
+            homes=_homes(problem),
             may_split=True,
             why_one_micro_batch=why,
         )
@@ -72,11 +78,13 @@ class OpenSettings:
         candidates are tried with; the others come where memory is short.
 
         Each costs more time than the one before it: parts of what ranks hold alike (ZeRO) cost the
-        same messages (level 1), some in every micro-batch (2), weights besides (3). What lies in
-        the memory of the host comes behind them.
+        same messages (level 1), some in every micro-batch (2), weights besides (3). What is at home
+        in the memory of the host comes behind them.
         """
         levels = (0, 1, 2, 3) if self.zero is None else (self.zero,)
-        return tuple(MemoryChoice(self.recompute, level) for level in levels)
+        on_devices = [MemoryChoice(self.recompute, level) for level in levels]
+        elsewhere = [MemoryChoice(self.recompute, each.level, each.offload) for each in self.homes]
+        return (*on_devices, *elsewhere)
 
     def schedule_of(self, num_groups: int) -> str:
         """The schedule of a replica with so many groups: made for its costs, where open."""
@@ -105,6 +113,13 @@ def _zero(problem: Problem) -> int | None:
         assert isinstance(config.zero, int)
         return config.zero
     return None if problem.updates_alone else 0
+
+
+def _homes(problem: Problem) -> tuple[Try, ...]:
+    """Homes outside of the devices that the cluster has and the user left open."""
+    if not may_offload(problem):
+        return ()
+    return tuple(each for each in tries(problem) if each.offload.is_any)
 
 
 def is_open(config: Config, key: str) -> bool:

@@ -240,7 +240,8 @@ def _set_partitions(ranks: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], .
     if not ranks:
         yield ()
         return
-    first, rest = ranks[:1], ranks[1:]
+    first = ranks[:1]
+    rest = ranks[1:]
     for blocks in _set_partitions(rest):
         yield (first, *blocks)
         for place, block in enumerate(blocks):

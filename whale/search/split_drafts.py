@@ -1,10 +1,9 @@
-"""Drafts of a search whose devices split operations, or share what ranks hold alike (ZeRO)."""
+"""Drafts of a search whose devices split operations."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from whale.search.candidate import MemoryChoice
 from whale.search.estimate import Estimator
 from whale.search.point import Estimate
 from whale.search.splits import split_candidates
@@ -60,27 +59,3 @@ def draft_tensor_groups(search: Search) -> None:
 def _may_cut_all(search: Search) -> bool:
     """Whether the optimizer gives the same on parts of parameters."""
     return search.problem.updates_alone and not search.problem.updates_whole
-
-
-def draft_zero(search: Search) -> None:
-    """What ranks hold alike in parts, where memory is short: an alternative to recomputation and to
-    more stages.
-    """
-    further = search.measures[1:]
-    is_wanted = search.is_short or search.settings.zero_for_speed
-    most = search.budget.zero or int(search.best is None)
-    if not further or not is_wanted or not most:
-        return
-    found: list[tuple[Estimate, MemoryChoice]] = []
-    for memory in further:
-        estimator = search.estimator_of(memory)
-        points = (point for point in search.points(estimator=estimator) if point.shape.widest > 1)
-        estimates = search.estimated(points, estimator, search.budget.estimates // 8)
-        found += [(estimate, memory) for estimate in estimates[:2]]
-    found.sort(key=lambda each: each[0].step_s)
-    for number, (estimate, memory) in enumerate(found[:most], start=1):
-        best = search.best
-        if best is not None and estimate.step_s > best.score_s:
-            break
-        search.report("ZeRO", number, most)
-        search.draft(search.candidate_of(estimate, memory))

@@ -8,6 +8,9 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from whale.costs.backward_workspace import COPIES
+from whale.planning.offload import ON_DEVICES, Offload
+from whale.search.offload_terms import OffloadTerms
 from whale.search.outline import Outline
 from whale.search.stage_rows import StageRow, prefix_sums
 from whale.search.zero_terms import ZeroTerms
@@ -17,13 +20,15 @@ MOST_REGIONS = 16
 
 
 @dataclass
-class StageMemory:
+class OutlineMemory:
     """Bytes of the segments of one outline."""
 
     outline: Outline
     recompute: bool | str | tuple[str, ...]
     zero: int
     """level of ZeRO"""
+    offload: Offload = ON_DEVICES
+    """what is at home elsewhere, as it is run"""
 
     @cached_property
     def saved(self) -> tuple[list[float], list[float]]:
@@ -50,7 +55,7 @@ class StageMemory:
         """`part`: of what ZeRO cuts, on this device."""
         sums = self.static[stage.is_shared]
         static = sums[end] - sums[start] + self.outline.largest_weight_bytes
-        if self.zero and stage.is_shared:
+        if (self.zero and stage.is_shared) or self.offload.has_blocks:
             others = self.others[end] - self.others[start] + self.outline.largest_weight_bytes
             return others + self.zero_terms.held_bytes(self.trained_in(start, end), part)
         for tied in self.outline.tied:
@@ -64,6 +69,7 @@ class StageMemory:
         if not stage.devices:
             return 1.0 if self.recompute is True else 0.0
         fixed, per_sample = self.saved
+        is_away = self.offload.activations != "device"
         part = 1.0 if self.recompute is True else 0.0
         crossing = self.crossing[start] or self.crossing[end]
         static_bytes: dict[float, float] = {}
@@ -72,6 +78,12 @@ class StageMemory:
                 static_bytes[held] = self.static_bytes(stage, start, end, held)
             left_bytes = free - static_bytes[held]
             saved = fixed[end] - fixed[start] + samples * (per_sample[end] - per_sample[start])
+            if is_away:
+                stays = in_flight * samples * (self.crossing[start] + self.crossing[end])
+                largest = samples * self.workspace / COPIES
+                if stays + self.offload_terms.saved_here(saved, largest) > left_bytes:
+                    return math.inf
+                continue
             if left_bytes >= in_flight * saved and part == 0.0:
                 continue
             if self.recompute is False or left_bytes <= 0:
@@ -92,7 +104,26 @@ class StageMemory:
     @cached_property
     def zero_terms(self) -> ZeroTerms:
         ratio = self.outline.problem.optimizer_ratio
-        return ZeroTerms(self.zero, ratio, self.outline.largest_layer_bytes, self.overlaps)
+        block_bytes = self.outline.largest_layer_bytes
+        has_slots = self.offload_terms.has_state_slots
+        return ZeroTerms(self.zero, ratio, block_bytes, self.overlaps, self.offload, has_slots)
+
+    @cached_property
+    def offload_terms(self) -> OffloadTerms:
+        problem = self.outline.problem
+        return OffloadTerms(
+            self.offload,
+            self.zero,
+            problem.optimizer_ratio,
+            self.outline.largest_layer_bytes,
+            self.overlaps,
+            problem.cluster,
+        )
+
+    def saved_bytes(self, start: int, end: int, samples: int) -> float:
+        """Bytes that so many samples save for the backward of these segments."""
+        fixed, per_sample = self.saved
+        return fixed[end] - fixed[start] + samples * (per_sample[end] - per_sample[start])
 
     @cached_property
     def others(self) -> list[float]:

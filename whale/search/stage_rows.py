@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from whale.cluster.cluster import DeviceKind
+from whale.planning.cuts import Floats
 from whale.search.crossing import Boundary
-from whale.search.outline import Floats
 
 
 @dataclass

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from whale.search.crossing import Boundary, Crossing, boundary_of, crossing_of
+from whale.search.crossing import Boundary, GroupMessages, boundary_of, group_messages
 from whale.search.outline import Outline
 from whale.search.point import Point
-from whale.search.stage_memory import StageMemory
+from whale.search.stage_memory import OutlineMemory
 from whale.search.stage_rows import PointStages, prefix_sums
 from whale.simulation.communication import all_reduce_seconds
 
@@ -23,13 +23,13 @@ class StepMessages:
     """Seconds of what the devices of one cluster send."""
 
     outline: Outline
-    memory: StageMemory
+    memory: OutlineMemory
     zero: int
     """level of ZeRO"""
     _rings: dict[tuple[int, ...], tuple[float, float, list[tuple[str, float]]]] = field(
         default_factory=dict, repr=False
     )
-    _crossings: dict[tuple[tuple[int, ...], tuple[int, ...]], Crossing] = field(
+    _crossings: dict[tuple[tuple[int, ...], tuple[int, ...]], GroupMessages] = field(
         default_factory=dict, repr=False
     )
 
@@ -59,10 +59,10 @@ class StepMessages:
             found.append(boundary_of(crossings))
         return found
 
-    def _between(self, here: tuple[int, ...], there: tuple[int, ...]) -> Crossing:
+    def _between(self, here: tuple[int, ...], there: tuple[int, ...]) -> GroupMessages:
         key = (here, there)
         if key not in self._crossings:
-            self._crossings[key] = crossing_of(here, there, self.outline.problem.cluster.network)
+            self._crossings[key] = group_messages(here, there, self.outline.problem.cluster.network)
         return self._crossings[key]
 
     def ring(self, ranks: tuple[int, ...]) -> tuple[float, float, list[tuple[str, float]]]:

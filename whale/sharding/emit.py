@@ -185,7 +185,7 @@ class _Emitter:
         return [run for run in runs if run]
 
     def _recompute(self, run: list[Node], name: str) -> None:
-        """Makes a run of nodes one call that keeps only its arguments for backward."""
+        """Makes a run of nodes one call that saves only its arguments for backward."""
         own = set(run)
         body, entering, leaving = cut_region(run, set())
         inner = dict(zip(entering, body.nodes, strict=True))
@@ -209,7 +209,7 @@ class _Emitter:
         _register(self.root, name, self.weights[name])
         copy = self.graph.create_node("get_attr", name)
         if name in self.space.program.updates:
-            # what backward keeps must not change when the buffer gets its new value
+            # what is saved for backward must not change when the buffer gets its new value
             copy = self.graph.call_function(torch.ops.aten.clone.default, (copy,))
         self._set((node, 0), copy, {})
         if name in self.sharding.stored:

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from whale.operations.nodes import op_name
+from whale.operations.table import SPLITS
 
 ROW_DIM = (0, -2)
 """names of the first dim of [rows, features]"""
@@ -69,7 +70,7 @@ def _is_row_by_row(node: Node, rows: Collection[Node]) -> bool:
         return False
     if node.target is operator.getitem or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return True
-    if op_name(node) not in ("chunk", "split", "split_with_sizes"):
+    if op_name(node) not in SPLITS:
         return False
     dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
     return dim not in ROW_DIM

@@ -106,7 +106,7 @@ def route(source: Layout, target: Layout, grid: Grid, even_collectives: bool) ->
     """The layouts that the tensor goes through: `source`, one in between where that sends less, as
     in line (3), `target`. The same on every device.
     """
-    summed = [axis for axis in grid.axes if axis in source.partial and axis not in target.partial]
+    summed = [axis for axis in grid.axes if axis in source.partial - target.partial]
     if not summed or (even_collectives and _is_plain_all_reduce(source, target, grid)):
         return source, target
     if prod(source.shape) * prod(grid.size(axis) for axis in summed) <= TWO_STEPS_FROM:
@@ -162,9 +162,7 @@ class _Hop:
         same = source.same_on(grid)
         self.summed = [axis for axis in grid.axes if axis in source.partial - target.partial]
         self.masked = [axis for axis in same if axis in target.partial]
-        self.padded = [
-            axis for axis in grid.axes if axis in source.sharded and axis in target.partial
-        ]
+        self.padded = [axis for axis in grid.axes if axis in source.sharded & target.partial]
         self.moving = _moving_axes(source, target, grid)
         self._ranges: dict[tuple[object, ...], tuple[Interval, ...]] = {}
         self._overlaps: dict[
@@ -312,7 +310,7 @@ def _moving_axes(source: Layout, target: Layout, grid: Grid) -> tuple[str, ...]:
     """
     if prod(source.shape) == 0:
         return ()
-    moving = [axis for axis in grid.axes if axis in source.partial and axis not in target.partial]
+    moving = [axis for axis in grid.axes if axis in source.partial - target.partial]
     for dim, axes in enumerate(source.axes):
         for axis in axes:
             if (

@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from whale.plans.grid import Interval
 from whale.plans.layout import Layout
-
-Ranges = tuple[tuple[Interval, ...], ...]
-"""for each dim the index ranges of a local tensor, in order: their product is a part of it"""
+from whale.plans.replica import Ranges
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,9 @@ class RedistributionStep:
     @cached_property
     def leaving(self) -> tuple[MovedBlock, ...]:
         """What an all-to-all sends, in the order of the places."""
-        return tuple(block for block in self.sends if self.own_travels or block.place != self.place)
+        if self.own_travels:
+            return tuple(self.sends)
+        return tuple(block for block in self.sends if block.place != self.place)
 
     @cached_property
     def leaves_in_order(self) -> bool:
@@ -158,12 +157,9 @@ class RedistributionStep:
     @cached_property
     def sizes(self) -> tuple[list[int], list[int]]:
         """Elements that come from and go to each of the places in an all-to-all."""
-        arriving = {
-            block.place: block.count
-            for term in self.terms
-            for block in term
-            if self.own_travels or block.place != self.place
-        }
+        arriving = {block.place: block.count for term in self.terms for block in term}
+        if not self.own_travels:
+            arriving.pop(self.place, None)
         leaving = {block.place: block.count for block in self.leaving}
         return [arriving.get(place, 0) for place in self.places], [
             leaving.get(place, 0) for place in self.places

@@ -3,7 +3,7 @@ middle one gets.
 
 A run of R equal layers is found in the sequence of operations: layer r has the same operations as
 layer r - 1, and each of them reads from the same positions, one layer later, or from the very same
-value (what all layers share).
+value (what all layers share). Parameters that only some of the layers share make no run.
 
     kept          layers 0, 1 and R - 1; layer 1 counts R - 2 times                             (1)
     left out      layers 2 .. R - 2, which do as layer 1 does; who reads from layer R - 2 reads
@@ -57,11 +57,10 @@ class Repeats:
         if producer not in self.layer:
             return self.times.get(producer, 1)
         run, layer = self.layer[producer]
-        goes_to = {
-            self.layer[reader][1]
-            for reader in readers
-            if reader in self.layer and self.layer[reader][0] == run
-        }
+        goes_to = set()
+        for reader in readers:
+            if reader in self.layer and self.layer[reader][0] == run:
+                goes_to.add(self.layer[reader][1])
         if layer == FIRST:
             return self.times[self.following[producer]] if MIDDLE in goes_to else 1
         return self.times[producer] if layer == MIDDLE and LAST not in goes_to else 1
@@ -101,6 +100,8 @@ def find_repeats(
         layers = [operations[start + r * length : start + (r + 1) * length] for r in range(number)]
         run_of_layers = _Run(operations_of, frozenset(parameters), free, layers)
         if not all(run_of_layers.reads_alike(r) for r in range(2, number)):
+            continue
+        if not run_of_layers.has_own_parameters():
             continue
         num_runs += 1
         own = run_of_layers.alike()
@@ -173,6 +174,19 @@ class _Run:
             first_layer, first_index = self.position[first]
             return self.position[second] == (first_layer + 1, first_index)
         return first not in self.operations and second not in self.operations
+
+    def has_own_parameters(self) -> bool:
+        """Whether no two layers read a parameter that the others do not: what a later layer left out
+        would have to stand for itself.
+        """
+        seen = set()
+        for node in (*self.layers[0], *self.layers[1]):
+            seen |= {value_of(source)[0] for source in self.operations[node].inputs}
+        for parameters in self.before[2:]:
+            if not seen.isdisjoint(parameters):
+                return False
+            seen |= set(parameters)
+        return True
 
     def alike(self) -> dict[Node, Node]:
         """Operations and parameters of layers 2 .. R - 2 -> those of layer 1."""

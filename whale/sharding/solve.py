@@ -129,11 +129,13 @@ class Solver:
         self.class_of = {node: self._class_number(node) for node in self.variables}
         self.reads = self._reads(self.repeats)
         self.leaves = frozenset(
-            self.number[read.producer]
-            for read in self.reads
-            if read.producer in self.parameters and len(read.readers) == 1 and not read.wanted
+            self.number[read.producer] for read in self.reads if self._is_leaf(read)
         )
         """parameters that one operation reads: chosen with it"""
+
+    def _is_leaf(self, read: Read) -> bool:
+        """Whether one operation, and no result of the program, reads this parameter."""
+        return read.producer in self.parameters and len(read.readers) == 1 and not read.wanted
 
     def _class_number(self, node: Node) -> int:
         """A number that operations, parameters or received values have in common when all their

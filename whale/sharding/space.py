@@ -219,11 +219,11 @@ class Space:
             return []
         kinds = self.program.kinds
         inputs = self.operations[node].inputs
-        return [
-            slot
-            for slot, source in enumerate(inputs)
-            if kinds[source] is ValueKind.WEIGHT and len(source.meta["val"].shape) >= 2 and slot < 3
-        ]
+        slots = []
+        for slot, source in enumerate(inputs[:3]):
+            if kinds[source] is ValueKind.WEIGHT and len(source.meta["val"].shape) >= 2:
+                slots.append(slot)
+        return slots
 
     def _gathered_parameters(self) -> frozenset[Node]:
         found: set[Node] = set()
@@ -300,11 +300,9 @@ class Space:
         if used_by_samples and node not in self.gathered:
             return (SAME,)
         cuts = self.granules.cuts((node, 0), 1)
-        cut = tuple(
-            dim
-            for dim in range(len(shape))
-            if cuts[dim].count > 1 and (axis == "z" or self.granules.can_cut((node, 0), dim))
-        )
+        cut = tuple(dim for dim in range(len(shape)) if cuts[dim].count > 1)
+        if axis != "z":
+            cut = tuple(dim for dim in cut if self.granules.can_cut((node, 0), dim))
         if axis == "z" and node in self.gathered and cut:
             return cut
         return (*cut, SAME)

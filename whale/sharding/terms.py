@@ -168,7 +168,8 @@ class Terms:
             num_rows = float(shape[1])
         else:
             num_rows = float(prod(size for dim, size in enumerate(shape) if dim != along))
-        cutting = [axis for axis, other in options.items() if other.is_cut and axis not in axes]
+        others = [axis for axis in options if axis not in axes]
+        cutting = [axis for axis in others if options[axis].is_cut]
         num_rows *= prod(1 / self.grid.size(axis) for axis in cutting)
         num_devices = prod(self.grid.size(axis) for axis in axes)
         has_backward = op.inputs[0] in self.space.program.gradients

@@ -64,6 +64,27 @@ def step_seconds(plan: Plan) -> StepSeconds:
     return _Simulation(Times(plan, figures_in(plan)), 1.0, is_recorded=False).seconds()
 
 
+def peak_bytes(plan: Plan) -> list[float]:
+    """The fullest moment of every device in `simulate`, by rank: the order of actions alone decides
+    on it, so nothing is timed.
+    """
+    times = Times(plan, figures_in(plan))
+    found = []
+    for rank in range(plan.num_devices):
+        state = _rank_of(times, rank)
+        account = state.account
+        account.place_weights()
+        account.place_optimizer(times.figures.optimizer_ratio)
+        for action in state.actions:
+            if action.is_compute:
+                samples = state.samples[action.micro_batch]
+                account.start(action, samples)
+                account.end(action, samples, state.is_last(action))
+        account.begin_update()
+        found.append(sum(account.peak.values()))
+    return found
+
+
 def figures_in(plan: Plan) -> Figures:
     if plan.figures is None:
         raise ValueError(
@@ -112,22 +133,40 @@ class _Rank:
         self.moved_s = 0.0
         """of transfers from and to the memories of its host, one after the other"""
 
+    def is_last(self, action: Action) -> bool:
+        """Whether no other backward of its stage comes in this step."""
+        return self.last_of_stage.get(action.stage) is action
+
     def note_memory(self, now: float) -> None:
         self.memory += [MemoryPoint(now, *point) for point in self.account.points()]
+
+
+def _rank_of(times: Times, rank: int) -> _Rank:
+    """A rank in front of its first action."""
+    own_times = times.of_rank(rank)
+    plan = own_times.plan
+    own = plan.stages_of_rank(rank)
+    figures = own_times.figures.on(rank)
+    bucket_bytes = times.plan.settings.bucket_bytes
+    account = Account(figures, own, shared_bytes(plan, figures, own), bucket_bytes)
+    if not own:
+        return _Rank(rank, (), (), own_times, account)
+    device = plan.place_of_rank(rank)[0]
+    orders = own_times.schedule.orders
+    return _Rank(rank, orders[device], own_times.num_samples(rank), own_times, account)
 
 
 class _Simulation:
     def __init__(self, times: Times, factor: float, is_recorded: bool = True) -> None:
         """`is_recorded`: events, messages and memory are noted."""
-        # an update of what is elsewhere goes under the first and the last event of a rank
-        self.is_recorded = is_recorded or bool(times.figures.away)
+        self.is_recorded = is_recorded
         self.times = times
         self.factor = factor
         self.plan = times.plan
         self.figures = times.figures
         self.bucket_bytes = self.plan.settings.bucket_bytes
         self.links = Links(self.figures.network, factor, self.is_recorded)
-        self.ranks = [self._rank(rank) for rank in range(self.plan.num_devices)]
+        self.ranks = [_rank_of(times, rank) for rank in range(self.plan.num_devices)]
         self.arrivals: dict[MessageKey, list[float]] = {}
         """arrival of each piece that was sent"""
         self.waiting: dict[MessageKey, _Rank] = {}
@@ -139,16 +178,6 @@ class _Simulation:
         """by group: end of the all-reduces that it began"""
         self.reduced_at: dict[int, float] = {}
         """by rank: end of its last all-reduce"""
-
-    def _rank(self, rank: int) -> _Rank:
-        times = self.times.of_rank(rank)
-        own = times.plan.stages_of_rank(rank)
-        figures = times.figures.on(rank)
-        account = Account(figures, own, shared_bytes(times.plan, figures, own), self.bucket_bytes)
-        if not own:
-            return _Rank(rank, (), (), times, account)
-        device = times.plan.place_of_rank(rank)[0]
-        return _Rank(rank, times.schedule.orders[device], times.num_samples(rank), times, account)
 
     def run(self) -> Timeline:
         self._run()
@@ -225,11 +254,8 @@ class _Simulation:
             state.last_backward[action.stage] = (state.waits_since, now)
         if self.is_recorded:
             state.events.append(Event(str(action), state.waits_since, now))
-            state.account.end(
-                action,
-                state.samples[action.micro_batch],
-                state.last_of_stage.get(action.stage) is action,
-            )
+            samples = state.samples[action.micro_batch]
+            state.account.end(action, samples, state.is_last(action))
             state.note_memory(now)
         state.waits_since = None
 
@@ -342,14 +368,6 @@ class _Simulation:
         )
 
     def _update_elsewhere_s(self, state: _Rank) -> float:
-        """Seconds of the update of what has its optimizer state elsewhere, as far as nothing hides
-        them.
-        """
+        """Seconds of the update of what has its optimizer state elsewhere."""
         away = state.account.away
-        if away is None:
-            return 0.0
-        if not (self.plan.updates_ahead and self.figures.overlaps):
-            return away.update.seconds(self.figures.overlaps)
-        first = [event.seconds for event in state.events if event.name[0] == "F"][:1]
-        last = [event.seconds for event in state.events if event.name[0] in "BW"][-1:]
-        return away.update.exposed_s(sum(last) / self.factor, sum(first) / self.factor)
+        return 0.0 if away is None else away.update.seconds(self.figures.overlaps)

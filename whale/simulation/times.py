@@ -177,11 +177,9 @@ class Times:
     def _make_pieces(
         self, edge: Edge, micro_batch: int, replica: int, gradient: bool
     ) -> Iterator[SentPiece]:
-        crossings = [
-            c
-            for c in self.plan.crossings
-            if (c.source, c.destination) == edge and (c.gradient or not gradient)
-        ]
+        crossings = [c for c in self.plan.crossings if (c.source, c.destination) == edge]
+        if gradient:
+            crossings = [c for c in crossings if c.gradient]
         here, there = (self.plan.stages[stage].virtual_device for stage in edge)
         ranks = [self.plan.virtual_devices[device].ranks[replica] for device in (here, there)]
         total: dict[tuple[int, int], float] = {}

@@ -1,0 +1,76 @@
+"""Clusters of many hosts that are alike: one slice is searched, and repeated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import whale as wh
+from tests.unit.test_search import BATCH, KINDS, WIDTH, Net
+from whale.cluster.cluster import Cluster, Device, Link
+from whale.search import search, slices
+from whale.search.candidate import Candidate, DeviceGroup, ReplicaChoice
+from whale.search.search import Search
+from whale.search.slices import Slices, slice_numbers
+
+
+def hosts_of(*kinds: str) -> Cluster:
+    """Two devices on every host, all of one kind."""
+    devices = []
+    for host, kind in enumerate(kinds):
+        for place in range(2):
+            devices.append(Device(len(devices), f"host{host}", place, KINDS[kind]))
+    return Cluster(tuple(devices), Link(1e9, 1e-6), Link(1e8, 1e-5))
+
+
+def test_slices_have_the_same_devices_and_take_every_one() -> None:
+    cluster = hosts_of("fast", "old", "old", "fast", "old", "old")
+    found = Slices.of(cluster, 2)
+    assert sorted(rank for ranks in found.ranks for rank in ranks) == list(range(12))
+    kinds = [[cluster.devices[rank].kind for rank in ranks] for ranks in found.ranks]
+    assert kinds[0] == kinds[1] == [device.kind for device in found.cluster.devices]
+    for ranks in found.ranks:  # devices that share a host in the slice share one in the cluster
+        for rank, device in enumerate(found.cluster.devices):
+            other = found.cluster.devices[rank ^ 1]
+            here = cluster.devices[ranks[rank]].host == cluster.devices[ranks[rank ^ 1]].host
+            assert here == (device.host == other.host)
+
+
+def test_what_is_repeated_takes_every_device() -> None:
+    found = Slices.of(hosts_of("fast", "old", "fast", "old"), 2)
+    one = ReplicaChoice((DeviceGroup((0, 1)), DeviceGroup((2, 3))))
+    made = found.repeated(Candidate((one,)))
+    assert made.ranks == tuple(range(8)) and made.are_alike and len(made.replicas) == 2
+
+
+def test_numbers_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "MOST_DEVICES", 4)
+    cluster = hosts_of(*["fast"] * 4, *["old"] * 4)
+    assert slice_numbers(cluster, 32) == [4, 2]
+    assert slice_numbers(cluster, 6) == [2]  # the samples do not divide by 4
+    assert slice_numbers(cluster, 5) == []
+    assert slice_numbers(hosts_of("fast", "old"), 32) == []  # small
+    assert slice_numbers(hosts_of("fast", "old", "old"), 32) == []  # not alike
+
+
+def test_a_slice_gives_about_the_plan_of_the_whole_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = hosts_of("fast", "old", "fast", "old")
+
+    def plan() -> wh.Plan:
+        config = {"strategy": "auto"}
+        return wh.plan(Net(), torch.zeros(BATCH, WIDTH), cluster=cluster, config=config)
+
+    whole_s = wh.simulate(plan()).step_s
+    found: list[bool] = []
+
+    def noted(made: Search) -> bool:
+        found.append(slices.draft_slices(made))
+        return found[-1]
+
+    monkeypatch.setattr(search, "draft_slices", noted)
+    monkeypatch.setattr(slices, "MOST_DEVICES", 4)
+    sliced_s = wh.simulate(plan()).step_s
+    assert any(found)
+    assert sliced_s <= 1.1 * whole_s

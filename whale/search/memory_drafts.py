@@ -1,0 +1,70 @@
+"""Drafts of a search with what ranks hold alike in parts (ZeRO), and with homes outside of the devices
+(offload): alternatives to recomputation and to more stages, where memory is short.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from whale.planning.offload_auto import Try, too_many_bytes
+from whale.search.candidate import MemoryChoice
+from whale.search.point import Estimate
+
+if TYPE_CHECKING:
+    from whale.search.search import Search
+
+OFFLOADED = 2
+"""candidates of one choice of homes that are drafted until one fits"""
+
+
+def draft_zero(search: Search) -> None:
+    """What ranks hold alike in parts."""
+    further = [each for each in search.measures[1:] if not each.offload.is_any]
+    is_wanted = search.is_short or search.settings.zero_for_speed
+    most = search.budget.zero or int(search.best is None)
+    if not further or not is_wanted or not most:
+        return
+    found: list[tuple[Estimate, MemoryChoice]] = []
+    for memory in further:
+        found += [(estimate, memory) for estimate in _estimated(search, memory)[:2]]
+    found.sort(key=lambda each: each[0].step_s)
+    for number, (estimate, memory) in enumerate(found[:most], start=1):
+        best = search.best
+        if best is not None and estimate.step_s > best.score_s:
+            break
+        search.report("ZeRO", number, most)
+        search.draft(search.candidate_of(estimate, memory))
+
+
+def draft_offload(search: Search) -> None:
+    """What need not be on the devices all the time on their hosts, that which moves least first.
+    Something that is at home elsewhere in a plan that fits is not tried with more beside it.
+    """
+    homes = [each for each in search.measures if each.offload.is_any]
+    if not homes or not search.is_short:
+        return
+    fitting: list[Try] = []
+    for number, memory in enumerate(homes, start=1):
+        own = Try(memory.zero, memory.offload)
+        if any(each.is_less_than(own) for each in fitting):
+            continue
+        if too_many_bytes(search.problem, memory.offload) is not None:
+            continue
+        search.report("offload", number, len(homes))
+        for estimate in _estimated(search, memory)[:OFFLOADED]:
+            best = search.best
+            if best is not None and estimate.step_s > best.score_s:
+                break
+            if search.draft(search.candidate_of(estimate, memory)) is not None:
+                fitting.append(own)
+                break
+
+
+def _estimated(search: Search, memory: MemoryChoice) -> list[Estimate]:
+    """Estimates with one measure against a lack of memory, the best first."""
+    estimator = search.estimator_of(memory)
+    is_alone = memory.offload.is_any  # a device that shares with no other one gains, too
+    points = (
+        point for point in search.points(estimator=estimator) if point.shape.widest > 1 or is_alone
+    )
+    return search.estimated(points, estimator, search.budget.estimates // 8)

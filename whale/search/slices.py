@@ -1,0 +1,161 @@
+"""Many hosts that are alike: the search looks at one slice of the cluster and repeats what it finds.
+
+Hosts with the same devices, links and memories are alike. Where the number of each sort of them
+divides by k, and the mini-batch does, a plan for 1/k of the hosts with 1/k of the samples, k times,
+is a plan of everything: k times as many model replicas, each as in the slice. Only the all-reduces at
+the end of a step go over more ranks, so the best plans of the slice are drafted on all devices, and
+the fastest of these counts; and one slice alone, for models so small that the others only hold it
+up. The search takes as long for ten thousand devices as for a thousand; what grows is the draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import gcd
+from typing import TYPE_CHECKING
+
+from whale.cluster.cluster import Cluster, Device
+from whale.search.candidate import Candidate
+from whale.search.drafting import DRAFT_TRIES
+from whale.search.point import Point, Shape
+
+if TYPE_CHECKING:
+    from whale.search.search import Search
+
+MOST_DEVICES = 1024
+"""of a slice; clusters with more are sliced"""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Parts of a cluster that are alike."""
+
+    cluster: Cluster
+    """the first of them, as a cluster of its own"""
+    ranks: tuple[tuple[int, ...], ...]
+    """by slice: rank in the whole cluster of every rank of a slice"""
+
+    @staticmethod
+    def of(cluster: Cluster, number: int) -> Slices:
+        """So many slices; the hosts of every sort divide."""
+        places: list[tuple[int, ...]] = []
+        for hosts in _hosts_alike(cluster):
+            per_slice = len(hosts) // number
+            for first in range(per_slice):
+                # the same host of every slice, device by device
+                own = [hosts[each * per_slice + first] for each in range(number)]
+                places.extend(zip(*own, strict=True))
+        places.sort()  # in the order of the ranks of the first slice
+        devices = []
+        for rank, (source, *_) in enumerate(places):
+            devices.append(replace(cluster.devices[source], rank=rank))
+        hosts_here = {device.host for device in devices}
+        part = replace(
+            cluster,
+            devices=tuple(devices),
+            host_links=tuple(each for each in cluster.host_links if each.host in hosts_here),
+            memories=tuple(each for each in cluster.memories if each.host in hosts_here),
+        )
+        return Slices(part, tuple(zip(*places, strict=True)))
+
+    def repeated(self, candidate: Candidate, number: int | None = None) -> Candidate:
+        """What a candidate does on one slice, on so many of them; None: on all."""
+        replicas = []
+        for ranks in self.ranks[:number]:
+            for replica in candidate.replicas:
+                groups = []
+                for group in replica.groups:
+                    own = tuple(ranks[rank] for rank in group.ranks)
+                    groups.append(replace(group, ranks=own))
+                replicas.append(replace(replica, groups=tuple(groups)))
+        return replace(candidate, replicas=tuple(replicas))
+
+
+def _hosts_alike(cluster: Cluster) -> list[list[tuple[int, ...]]]:
+    """The ranks of every host, those of hosts that are alike together."""
+    by_host: dict[str, list[Device]] = {}
+    for device in cluster.devices:
+        by_host.setdefault(device.host, []).append(device)
+    links = {each.host: replace(each, host="") for each in cluster.host_links}
+    found: dict[object, list[tuple[int, ...]]] = {}
+    for host, devices in by_host.items():
+        kinds = tuple(device.kind for device in devices)
+        key = (kinds, links.get(host), replace(cluster.memories_of(host), host=""))
+        found.setdefault(key, []).append(tuple(device.rank for device in devices))
+    return list(found.values())
+
+
+def slice_numbers(cluster: Cluster, batch_size: int) -> list[int]:
+    """Into how many slices a cluster may be cut: first the largest that are small enough, then the
+    next larger ones, for models that do not fit on those. Empty: the cluster is small, or its
+    hosts are not alike.
+    """
+    if cluster.num_devices <= MOST_DEVICES or cluster.pair_links:
+        return []
+    common = gcd(batch_size, *(len(hosts) for hosts in _hosts_alike(cluster)))
+    numbers = [number for number in range(2, common + 1) if common % number == 0]
+    for few, many in pairwise([1, *numbers]):
+        if cluster.num_devices <= many * MOST_DEVICES:
+            return [many, few][: 1 + (few > 1)]
+    return numbers[-1:]
+
+
+def draft_slices(search: Search) -> bool:
+    """Drafts what is best on a slice of the cluster for all of it; whether a plan was found."""
+    problem = search.problem
+    numbers = slice_numbers(problem.cluster, problem.batch_size)
+    if not numbers or search.most_wide == 1:  # 1: there may be one model replica only
+        return False
+    tries = None if search.budget.polished else DRAFT_TRIES
+    for number in numbers:
+        slices = Slices.of(problem.cluster, number)
+        part = replace(problem, cluster=slices.cluster, batch_size=problem.batch_size // number)
+        inner = search.on(part)
+        inner.run()
+        search.num_estimates += inner.num_estimates
+        for candidate in _best_first(inner):
+            search.report("slices", len(search.drafted), search.budget.drafts)
+            search.draft(slices.repeated(candidate), tries)
+            if inner.is_interrupted and search.best is not None:
+                raise KeyboardInterrupt
+            if len(search.drafted) >= search.budget.drafts:
+                break
+        if inner.is_interrupted:
+            raise KeyboardInterrupt
+        _draft_one_slice(search, slices, inner)
+        if search.best is not None:
+            return True
+    return False
+
+
+def _draft_one_slice(search: Search, slices: Slices, inner: Search) -> None:
+    """Drafts the best plan of a slice for the whole mini-batch, where that could be faster than on
+    all slices.
+    """
+    found = inner.best
+    best = search.best
+    if found is None:
+        return
+    everything = Shape(((slices.ranks[0],),))
+    if best is not None and search.estimator.bound(Point(everything, 1)) > best.score_s:
+        return
+    alone = slices.repeated(found.candidate, 1)
+    if search.draft(alone) is not None or search.settings.num_micro_batch is not None:
+        return
+    # micro-batches as large as they were
+    number = len(slices.ranks)
+    replicas = []
+    for each in alone.replicas:
+        replicas.append(replace(each, num_micro_batch=number * each.num_micro_batch))
+    search.draft(replace(alone, replicas=tuple(replicas)))
+
+
+def _best_first(inner: Search) -> Iterator[Candidate]:
+    """Candidates of a search, each once though it may have been drafted with several orders."""
+    seen = set()
+    for drafted in sorted(inner.drafted, key=lambda each: each.score_s):
+        if drafted.candidate not in seen:
+            seen.add(drafted.candidate)
+            yield drafted.candidate
