@@ -64,6 +64,8 @@ class Times:
 
     timing: Timing
     traced_compute_s: float
+    traced_wait_s: float
+    """for messages of the other stage"""
 
 
 KERNEL_S = 0.005
@@ -82,12 +84,21 @@ def measure_slow_kernels(subject: Subject, plan: PlanCase, folder: str) -> Times
     engine.trace(path)
     dist.barrier()
     rows = json.loads(path.read_text())["traceEvents"]
-    own = [row for row in rows if row["tid"] == dist.get_rank() and row.get("cat") in ("F", "B")]
-    return Times(timing, sum(row["dur"] for row in own) / 1e6)
+    return Times(timing, _traced_s(rows, "F", "B"), _traced_s(rows, "receive"))
+
+
+def _traced_s(rows: list[dict[str, Any]], *kinds: str) -> float:
+    """Seconds that this rank spent in actions of these kinds, by its trace."""
+    own = [row for row in rows if row["tid"] == dist.get_rank() and row.get("cat") in kinds]
+    return float(sum(row["dur"] for row in own)) / 1e6
 
 
 def test_row_7_times_are_those_of_the_device(server: ModelServer, tmp_path: Path) -> None:
-    """Before, `compute_s` was the time of the launches and `bubble_s` nothing."""
+    """Before, `compute_s` was the time of the launches and `bubble_s` nothing.
+
+    How long a rank waits for the other depends on what else the machine does: only that it is the
+    device's own wait is compared.
+    """
     plan = PLAN_NAMED["2 stages"]
     ranks = server.run(measure_slow_kernels, plan.num_ranks, plan, str(tmp_path), backend=BACKEND)
     # a forward and a backward of a layer are some kernels each; two of each is the least
@@ -96,7 +107,8 @@ def test_row_7_times_are_those_of_the_device(server: ModelServer, tmp_path: Path
         timing = rank.timing
         assert rank.traced_compute_s >= least_s
         assert timing.compute_s >= rank.traced_compute_s
-        assert timing.bubble_s >= KERNEL_S  # the other stage's first forward or last backward
+        assert timing.bubble_s > 0
+        assert timing.bubble_s == pytest.approx(rank.traced_wait_s, rel=1e-3)  # microseconds
         assert timing.compute_s + timing.bubble_s <= timing.total_s
 
 
