@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._loaded: Path | None = None
         self._whole = contextlib.ExitStack()
         self._failed = False
+        self._logged = _LoggedNames()
 
     @property
     def engine(self) -> Engine:
@@ -113,7 +115,7 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         assert self._spread is not None
         output = self._spread.model.run(batch)
         loss = output if isinstance(output, Tensor) else output["loss"]
-        for name, options in self._step.logged.items():
+        for name, options in self._logged.options.items():
             self.lightning_module.log(name, loss.detach(), **options)
         return output
 
@@ -127,10 +129,10 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             )
         api.configure(precision=precision, clip_grad_norm=None)
         (optimizer,) = self.optimizers
-        self._step = _TrainingStep(self.lightning_module, is_single=isinstance(batch, Tensor))
-        self._spread = spread(self._step, batch, optimizer.own)
+        step = _TrainingStep(self.lightning_module, isinstance(batch, Tensor), self._logged)
+        self._spread = spread(step, batch, optimizer.own)
         # a rank may have been given the graph of rank 0, and have run nothing
-        self._step.logged = self.engine.ranks.from_first(self._step.logged)
+        self._logged.options = self.engine.ranks.from_first(self._logged.options)
         optimizer.engine = self._spread.engine
         optimizer.own = self._spread.optimizer.own
         if self._loaded is not None:
@@ -201,30 +203,42 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             shutil.rmtree(_folder(filepath), ignore_errors=True)
 
 
+class _LoggedNames:
+    """Names under which `training_step` logs its loss, with the options.
+
+    The strategy holds it, the module only a weak reference: what forward leaves on a model is taken
+    back after a capture.
+    """
+
+    def __init__(self) -> None:
+        self.options: dict[str, dict[str, Any]] = {}
+
+
 class _TrainingStep(torch.nn.Module):
     """A LightningModule whose forward is its `training_step`: what the engine captures. It has the
     very modules and tensors of the LightningModule, under the same names.
     """
 
-    def __init__(self, module: Any, is_single: bool) -> None:
+    def __init__(self, module: Any, is_single: bool, logged: _LoggedNames) -> None:
         super().__init__()
+        self._logged = weakref.ref(logged)
         self._lightning = [module]  # in a list: no submodule
         for stores in ("_modules", "_parameters", "_buffers"):
             self.__dict__[stores] = module.__dict__[stores]
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self.training = module.training
         self.is_single = is_single
-        self.logged: dict[str, dict[str, Any]] = {}
-        """names under which `training_step` logs its loss, with the options"""
 
     def forward(self, *batch: Any, **named: Any) -> Any:
         given: Any = named or (batch[0] if self.is_single else batch)
         with self._recording() as calls:
             output = self._lightning[0].training_step(given, 0)
         loss = output if isinstance(output, Tensor) else output["loss"]
+        logged = self._logged()
+        assert logged is not None, "the strategy holds it"
         for name, value, options in calls:
             if value is loss:
-                self.logged[name] = options
+                logged.options[name] = options
             else:
                 logger.warning(
                     "training_step logs %r, which is not the loss: it is not known on all ranks "
