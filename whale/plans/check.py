@@ -349,7 +349,8 @@ def _figures(plan: Plan, figures: Figures) -> Iterator[str]:
         counts = {len(away.stages), len(away.forward), len(away.backward)}
         if not in_range(away.ranks, number) or len(counts) > 1:
             yield "its figures of what is at home elsewhere do not fit together"
-        if min((each.num_pieces for each in (*away.forward, *away.backward)), default=1) < 1:
+        numbers = [each.num_pieces for each in (*away.forward, *away.backward)]
+        if min(*numbers, away.update.num_blocks, 1) < 1:
             yield "its figures move something in 0 pieces"
     if not math.isfinite(figures.optimizer_ratio):
         yield "the optimizer's state has no size"
