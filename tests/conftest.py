@@ -103,6 +103,7 @@ LONG = (
     "test_guards.py",
     "test_clean_writes.py",
     "test_zoo.py",
+    "test_search_optimum.py",
 )
 """unit tests of more than ten seconds: they start before the others, so that no worker ends long
 after the other
@@ -117,7 +118,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 class FilesTogether(LoadScopeScheduling):
     """With several workers the tests of a file stay together, since they share captured models;
-    those of the exactness table by model.
+    those of the exactness table by model, and the many seeds of the search one by one.
 
     Files start in the order of their folders, so that the short unit tests come last and fill up
     both workers. (The groups that xdist makes of marks are lost without a word under pytest 9.2:
@@ -130,11 +131,11 @@ class FilesTogether(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, case = nodeid.partition("::")
-        return (
-            nodeid.partition("-")[0].partition("[")[2]
-            if file.endswith("test_exactness.py") and "[" in case
-            else file
-        )
+        if file.endswith("test_search_optimum.py"):
+            return nodeid  # 25 minutes, and nothing is shared
+        if file.endswith("test_exactness.py") and "[" in case:
+            return nodeid.partition("-")[0].partition("[")[2]
+        return file
 
 
 @pytest.hookimpl(optionalhook=True)
