@@ -87,6 +87,8 @@ class Case:
     grid: tuple[int, int, int]
     num_ranks: int = 4
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ranks_without_states: tuple[int, ...] = ()
+    """that hold none of the experts, whose states are the ones that are elsewhere"""
 
     def __str__(self) -> str:
         homes = ", ".join(f"{what} {home}" for what, home in self.offload.items())
@@ -148,7 +150,7 @@ SLOW = [
     Case("mixture", "adafactor", {"optimizer": "host"}, (1, 4, 1)),
     Case("few experts", "adafactor", {}, (1, 3, 1), 3),
     Case("few small experts", "adafactor", {}, (1, 3, 1), 3),
-    Case("few small experts", "adafactor", HOST, (1, 4, 1)),
+    Case("few small experts", "adafactor", HOST, (1, 4, 1), ranks_without_states=(2, 3)),
 ]
 CASES = [
     Case("layers", "adamw", HOST, (1, 2, 1), 2),
@@ -168,5 +170,7 @@ def test_trains_like_local(case: Case, tmp_path: Path) -> None:
     for asked, what in classes.items():
         if asked in case.offload:
             moved = [rank[3].get(what, 0) for rank in ranks]
-            assert all(moved), f"{what} never moved: {moved}"
+            still = case.ranks_without_states if what == "states" else ()
+            without = tuple(rank for rank, num_bytes in enumerate(moved) if not num_bytes)
+            assert without == still, f"{what} moved: {moved}"
     assert not list(tmp_path.glob("spill")), "files are left behind"
