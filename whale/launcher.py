@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import io
 import json
 import logging
 import os
@@ -109,7 +110,7 @@ def launch(
         )
         try:
             # the program of a rank is this file: see its end
-            elastic_launch(config, sys.executable)("-u", __file__, str(script), *arguments)
+            elastic_launch(config, sys.executable)(__file__, str(script), *arguments)
         except ChildFailedError as error:
             return first_failure(error.failures)
     return None
@@ -159,6 +160,10 @@ def run_as_rank() -> NoReturn:
     script, *arguments = sys.argv[1:]
     threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
     faulthandler.enable()  # a crash in C++ shows where Python was
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # lines are seen at once, each in one write: without a buffer the end of a line is a write
+        # of its own, and lines of several ranks mix
+        sys.stdout.reconfigure(line_buffering=True)
     watch_output()
     _end_process(_exit_code(script, arguments))
 
