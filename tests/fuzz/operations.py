@@ -182,7 +182,7 @@ torch.scatter({a}, 1, {i} % {a}.shape[1], {b} * 0.5) | {a}.scatter_reduce(1, {i}
 {a}.index_add(1, torch.tensor([1, 0]), {b}[:, :2]) | {a}.index_copy(1, torch.tensor([1, 0]), {b}[:, :2]) | {a}[:, torch.tensor([0, 1, 0])]
 {a}.gather(-1, {a}.detach().argsort(-1)) | F.one_hot({i}.flatten(1)[:, 0] % {a}.shape[1], {a}.shape[1]).to({a}.dtype) * {a}.flatten(2).mean(-1)
 torch.searchsorted(torch.linspace(-1.07, 1.07, 5), {a}.detach()).to({a}.dtype) * 0.1 + {a} | {a}[torch.arange({a}.shape[0])[:, None], {i}.flatten(1) % {a}.shape[1]]
-{a} + torch.bincount(torch.tensor([0, 1, 1]), minlength={a}.shape[-1])[: {a}.shape[-1]] * 0.1 | {a}.take_along_dim({a}.detach().argmax(1, keepdim=True), 1)"""
+{a}.take_along_dim({a}.detach().argmax(1, keepdim=True), 1)"""
 MIXED_TYPES = """{a} + {i}.flatten(1)[:, :1].reshape(-1, *[1] * ({a}.ndim - 1)) * 0.1 | {a} * torch.tensor(2.0, dtype=torch.float32) | {a} + torch.ones((), dtype=torch.int32)
 {i}.to(torch.int32) / 3 | {i} * 0.25 | {a}.detach().to(torch.float32).to(torch.float64) | ({i} > 1) * {i} * 0.5 | {i}.to(torch.uint8) + 0.5
 torch.where({i} > 2, {i}, 0.5) | {a} * torch.arange({a}.shape[-1]) * 0.1 | torch.cat([{a}.flatten(1), {i}.flatten(1)], 1) | {i}.to(torch.int16).float().double() * 0.1
@@ -193,7 +193,7 @@ MOVED = """{a}.transpose(0, 1).softmax(0).transpose(0, 1) | {a}.transpose(0, 1).
 {a}.repeat_interleave(2, 0)[::2] | {a}.repeat_interleave(2, 0).unflatten(0, (-1, 2)).sum(1) | {a}.repeat(2, *[1] * ({a}.ndim - 1)).unflatten(0, (2, -1)).mean(0)
 {a}.flatten(0, 1).softmax(-1).unflatten(0, (-1, {a}.shape[1])) | {a}.flatten(0, 1).cumsum(-1).view({a}.shape) * 0.3 | torch.einsum("b...->...b", {a}).movedim(-1, 0)
 {a}.transpose(0, 1).reshape({a}.shape[1], -1).tanh().reshape({a}.transpose(0, 1).shape).transpose(0, 1) | {a}.t().sin().t() | {a}.unsqueeze(1).transpose(0, 1).squeeze(0)
-torch.vstack([{a}, {b}])[-{a}.shape[0] :] | torch.broadcast_tensors({a}, {b}[:1].mean())[1] * 0 + {a} | {a}.swapdims(0, 1).contiguous().swapdims(0, 1) | {a}.reshape({a}.shape[0], 1, -1).squeeze(1)"""
+torch.broadcast_tensors({a}, {b}[:1].mean())[1] * 0 + {a} | {a}.swapdims(0, 1).contiguous().swapdims(0, 1) | {a}.reshape({a}.shape[0], 1, -1).squeeze(1)"""
 IMAGES = """F.max_pool1d({a}, 2) | F.avg_pool1d({a}, 2, 1) | F.adaptive_avg_pool1d({a}, 3) | F.interpolate({a}, size=5, mode="linear") | F.unfold({a}.unsqueeze(1), 2).transpose(1, 2)
 F.pad({a}, (1, 0), mode="circular") | F.pad({a}, (1, 1), mode="replicate") | F.instance_norm({a}) | F.local_response_norm({a}, 2) | F.pixel_shuffle({a}[:, :4].unsqueeze(-1), 2)
 F.scaled_dot_product_attention({a}, {b}, {a}, is_causal=True) | F.scaled_dot_product_attention({a}, {b}, {b}, attn_mask=torch.ones({a}.shape[1], {a}.shape[1]).tril().bool())

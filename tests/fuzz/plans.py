@@ -91,7 +91,12 @@ def make_plan(seed: int, model: FuzzModel) -> FuzzPlan:
     _more_settings(
         rng, config, (bool(marks) and kind in ("stages", "split stages")) or kind == "cut"
     )
-    kinds = tuple(rng.choice(KINDS) for _ in range(num_ranks)) if rng.random() < 0.25 else ()
+    if "replicas" in config:  # refused by name for replicas that are not alike
+        config.pop("zero", None)
+        config.pop("offload", None)
+    kinds: tuple[str, ...] = ()
+    if rng.random() < 0.25 and "offload" not in config:  # kinds say nothing of a host's memory
+        kinds = tuple(rng.choice(KINDS) for _ in range(num_ranks))
     widths = [what[1] for _, what in marks if what[0] == "replicate"]
     widest = max(widths, default=1) if marks else num_ranks
     least = config.get("num_micro_batch", 2) * widest
@@ -128,7 +133,7 @@ def _more_settings(rng: random.Random, config: dict[str, Any], is_pipeline: bool
                 {"optimizer": "host"},
                 {"weights": "host"},
                 {"activations": "host"},
-                {"gradients": "host"},
+                {"weights": "host", "gradients": "host"},
             ]
         )
     if rng.random() < 0.2:

@@ -105,6 +105,7 @@ def test_nothing_is_faster_than_the_plan_of_the_search(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # all plans of a seed, on a busy machine
 @pytest.mark.parametrize("seed", range(20, 300))
 def test_nothing_is_faster_than_the_plan_of_the_search_on_more_devices(seed: int) -> None:
     """Every tenth on up to 6 devices with up to 8 layers."""
