@@ -4,7 +4,7 @@ where they leave something open.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from whale.cluster.cluster import Device
@@ -171,7 +171,9 @@ def _best_of(
         if best.score_s > (1 - LEAST_GAIN) * score_s:
             why = f"{_counts(done)}; the best other plan takes {human_seconds(best.step_s)}"
             return _with_decision(problem, plain, why)
-    return _with_decision(problem, (best.plan, best.assignment), _why(done, best, plain), best)
+    made = (best.plan, best.assignment)
+    left_over = () if done.slices is None else done.slices.left_over
+    return _with_decision(problem, made, _why(done, best, plain), best, left_over)
 
 
 def _why(done: Search, best: Drafted, plain: tuple[Plan, Assignment] | None) -> str:
@@ -191,8 +193,9 @@ def _why(done: Search, best: Drafted, plain: tuple[Plan, Assignment] | None) -> 
 
 def _counts(done: Search) -> str:
     interrupted = ", interrupted" if done.is_interrupted else ""
+    sliced = "" if done.slices is None else f", {done.slices.text}"
     estimates = count(done.num_estimates, "arrangement")
-    return f"{estimates} estimated, {count(len(done.tried), 'plan')} made{interrupted}"
+    return f"{estimates} estimated, {count(len(done.tried), 'plan')} made{sliced}{interrupted}"
 
 
 def _with_decision(
@@ -200,14 +203,26 @@ def _with_decision(
     made: tuple[Plan, Assignment],
     why: str,
     best: Drafted | None = None,
+    left_over: Sequence[int] = (),
 ) -> tuple[Plan, Assignment]:
+    """The plan with what the search says of it. `left_over`: ranks that are in no slice of a large
+    cluster.
+    """
     plan, assignment = made
     choice = "data parallel" if best is None else best.candidate.describe()
     decisions = [Decision(STRATEGY, choice, why)]
     left_out = () if best is None else best.candidate.left_out(problem.cluster.num_devices)
-    if left_out:
+    slower = [rank for rank in left_out if rank not in left_over]
+    over = [rank for rank in left_out if rank in left_over]
+    if slower:
         text = "with them a step takes longer: they would be waited for, or hold gradients up"
-        decisions.append(Decision("devices left out", f"rank {ranges(left_out)}", text))
+        decisions.append(Decision("devices left out", f"rank {ranges(slower)}", text))
+    if over:
+        text = (
+            "their hosts are too many or too few for equal slices of the cluster, and plans with "
+            "them were not searched"
+        )
+        decisions.append(Decision("devices left out", f"rank {ranges(over)}", text))
     why_one = OpenSettings.of(problem).why_one_micro_batch
     if why_one is not None:
         text = f'{why_one}. "num_micro_batch" as a number or "auto" changes that'

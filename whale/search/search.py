@@ -32,8 +32,9 @@ from whale.search.outline import Outline
 from whale.search.point import Estimate, Point, Shape
 from whale.search.settings import OpenSettings
 from whale.search.shapes import shapes, subsets
-from whale.search.slices import draft_slices
+from whale.search.slices import Slices, draft_slices
 from whale.search.split_drafts import draft_split, draft_tensor_groups
+from whale.units import human_seconds
 
 LOOKED_AT = 3
 """so many times more estimates get their best cuts than are drafted"""
@@ -85,6 +86,8 @@ class Search:
     least_short_s: float = math.inf
     """what the fastest of the points may take that memory keeps from fitting, or has recompute"""
     is_interrupted: bool = False
+    slices: Slices | None = None
+    """of a large cluster, one of which was searched; None: the whole cluster was"""
 
     def __post_init__(self) -> None:
         self.outline = Outline(self.problem)
