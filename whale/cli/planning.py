@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -80,7 +81,12 @@ def _print_hint(made: Plan, problems: Sequence[Problem]) -> None:
     """One line on what the search would give instead of a hand-made plan."""
     from whale.search.hint import hint
 
-    text = hint(problems[0], made) if problems else None
+    try:
+        text = hint(problems[0], made, show_progress) if problems else None
+    except KeyboardInterrupt:  # the plan is there; only the comparison is not
+        text = "what the search would give instead: interrupted"
+    finally:
+        clear_progress()
     if text is not None:
         print(text)
 
@@ -118,7 +124,9 @@ def write_advice(problem: Problem, launch: str, page: Path | None, figures: Path
     try:
         advice = advise(problem, launch, show_progress)
     except ValueError as error:
+        clear_progress()
         stop(f"whale advise: {error}", FAILED)
+    clear_progress()
     print_advice(advice)
     if page is not None:
         page.write_text(str(advice_html(advice)), encoding="utf-8")
@@ -132,9 +140,15 @@ def show_progress(progress: SearchProgress) -> None:
     """One line on stderr that is written over, where somebody looks at it."""
     if not sys.stderr.isatty():
         return
-    best = "" if progress.best is None else f", best {progress.best.step_s:.4g} s a step"
-    text = f"search: {progress.what} {progress.done} of {progress.of}{best}"
-    print(f"\r{text:<78}", end="", file=sys.stderr, flush=True)
+    width = shutil.get_terminal_size().columns - 1
+    print(f"\r{progress.text[:width]:<{width}}", end="", file=sys.stderr, flush=True)
+
+
+def clear_progress() -> None:
+    """Takes that line away."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r{'':<{width}}\r", end="", file=sys.stderr, flush=True)
 
 
 class _ProblemReady(BaseException):
@@ -169,8 +183,11 @@ def _plan_of_script(
 
     exit_code: object = None
     try:
-        with planning_only(num_devices, cluster, on_problem):
-            run_script(script, arguments)
+        with planning_only(num_devices, cluster, on_problem, show_progress):
+            try:
+                run_script(script, arguments)
+            finally:
+                clear_progress()
     except PlanReady as ready:
         return ready.plan
     except SystemExit as ended:

@@ -16,6 +16,10 @@ from whale.report.tables import add_row, make_table
 from whale.search.advice import Advice, Change
 from whale.units import human_bytes, human_rate, human_seconds
 
+INTERRUPTED = (
+    "Interrupted: these are the best plans so far, and what is missing in the tables was not "
+    "looked at."
+)
 NO_PRECISION = "These cards multiply fastest in the precision of the job."
 
 
@@ -38,6 +42,7 @@ def advice_json(advice: Advice) -> dict[str, Any]:
         "left_out": list(advice.left_out),
         "precision": list(advice.precision),
         "launch": advice.launch,
+        "interrupted": advice.is_interrupted,
     }
 
 
@@ -82,9 +87,13 @@ def print_advice(advice: Advice, console: Console | None = None) -> None:
             human_bytes(each.peak_bytes),
         )
     console.print(plans)
-    console.print(_changes_table("What devices contribute", advice.without))
+    if advice.is_interrupted:
+        console.print(INTERRUPTED)
+    if advice.without:
+        console.print(_changes_table("What devices contribute", advice.without))
     console.print(left_out_text(advice))
-    console.print(_changes_table("What a change would give", advice.changes))
+    if advice.changes:
+        console.print(_changes_table("What a change would give", advice.changes))
     for note in advice.precision or (NO_PRECISION,):
         console.print(note)
     console.print(f"Start it: {advice.launch}")
@@ -126,6 +135,7 @@ def advice_html(advice: Advice) -> Markup:
         left_out=left_out_text(advice),
         precision=advice.precision or (NO_PRECISION,),
         launch=advice.launch,
+        interrupted=INTERRUPTED if advice.is_interrupted else "",
     )
 
 

@@ -36,6 +36,9 @@ FURTHER = (1, 2, 4, 8)
 SMALLER = (2, 4, 8)
 """devices more, and parts of the batch, that are tried where nothing fits"""
 
+_CHOSEN = ("num_task_graph", "num_micro_batch", "schedule", "recompute", "num_waves", "zero")
+"""settings that the search chooses where they are open"""
+
 Report = Callable[[SearchProgress], None]
 
 
@@ -237,20 +240,21 @@ def _nothing_fits(problem: Problem, done: Search, refused: ValueError | None) ->
     if refused is not None:
         first = str(refused)
     fixed = _fixed_names(problem.config)
-    if fixed:
-        return DoesNotFit(f"{first}. {_without_fixed(problem, done, fixed)}")
-    return DoesNotFit(f"{first}. {none_fits(problem, done)}")
+    try:
+        why = _without_fixed(problem, done, fixed) if fixed else none_fits(problem, done)
+    except KeyboardInterrupt:  # what is refused is known, what would help is not
+        why = f"Searched: {_counts(done)}, none fits; interrupted before a change was found that helps"
+    return DoesNotFit(f"{first}. {why}")
 
 
 def _fixed_names(config: Config) -> list[str]:
     """The settings that hold, as the user wrote them."""
-    names = ("num_task_graph", "num_micro_batch", "schedule", "recompute", "num_waves", "zero")
-    return [f'"{name}": {getattr(config, name)}' for name in names if not is_open(config, name)]
+    return [f'"{name}": {getattr(config, name)}' for name in _CHOSEN if not is_open(config, name)]
 
 
 def _without_fixed(problem: Problem, done: Search, fixed: list[str]) -> str:
     """Whether it is the fixed settings that make every plan impossible."""
-    opened = replace(problem, config=open_up(problem.config))
+    opened = opened_up(problem)
     best = search(opened, OpenSettings.of(opened), budget=OFFER).best
     if best is None:
         return none_fits(problem, done)
@@ -263,24 +267,26 @@ def _without_fixed(problem: Problem, done: Search, fixed: list[str]) -> str:
 
 def _with_offer(problem: Problem, error: DoesNotFit) -> DoesNotFit:
     """The refusal of a hand-made plan with one that fits, found by the search; as it is where
-    annotations hold, or nothing fits.
+    a change of the annotations is known to help, or nothing fits.
     """
-    if is_annotated(problem) or problem.config.colocate:
+    is_helped = "Try: " in str(error)
+    is_marked = is_annotated(problem) or problem.config.colocate
+    if is_marked and is_helped:
         return error
-    open_config = open_up(problem.config)
-    done = search(
-        replace(problem, config=open_config),
-        OpenSettings.of(replace(problem, config=open_config)),
-        budget=OFFER,
-    )
-    best = done.best
-    if best is None:
-        if "Try: " in str(error):
-            return error
-        return DoesNotFit(f"{error}. {none_fits(problem, done)}")
+    opened = opened_up(problem)
+    try:
+        done = search(opened, OpenSettings.of(opened), budget=OFFER)
+        best = done.best
+        if best is None:
+            if is_marked or is_helped:
+                return error
+            return DoesNotFit(f"{error}. {none_fits(problem, done)}")
+    except KeyboardInterrupt:  # the refusal is not lost with what would be offered
+        return error
     text, tries, changes = str(error).partition(" No change helps")[0].partition(" Try: ")
+    what = "annotations" if is_annotated(problem) else "these settings"
     offer = (
-        f'{text.rstrip(".")}. "strategy": "auto" without these settings finds a plan that fits: '
+        f'{text.rstrip(".")}. "strategy": "auto" without {what} finds a plan that fits: '
         f"{best.candidate.describe()}, {human_seconds(best.step_s)} a step"
     )
     return DoesNotFit(f"{offer}.{tries}{changes}" if tries else offer)
@@ -289,9 +295,15 @@ def _with_offer(problem: Problem, error: DoesNotFit) -> DoesNotFit:
 def open_up(config: Config) -> Config:
     """The config with everything that the search chooses left open."""
     given = {key: value for key, value in config.to_dict().items() if config.is_given(key)}
-    for key in ("num_task_graph", "num_micro_batch", "schedule", "num_waves", "recompute", "zero"):
+    for key in (*_CHOSEN, "replicas", "colocate"):
         given.pop(key, None)
     return Config({**given, "strategy": AUTO})
+
+
+def opened_up(problem: Problem) -> Problem:
+    """The problem with everything that the search chooses left open, annotations too."""
+    config = open_up(problem.config)
+    return replace(problem, config=config, marks={}, default_strategy=None)
 
 
 def none_fits(problem: Problem, done: Search) -> str:
@@ -338,7 +350,7 @@ def _least_change(problem: Problem) -> str:
     """The fewest further devices and the largest smaller batch that fit, each tried by a short
     search in steps of two.
     """
-    opened = replace(problem, config=open_up(problem.config))
+    opened = opened_up(problem)
     largest = _largest_device(problem)
     found = []
     for number in FURTHER:

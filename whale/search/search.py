@@ -67,7 +67,17 @@ class SearchProgress:
     what: str
     done: int
     of: int
+    """0: not known"""
     best: Drafted | None
+
+    @property
+    def text(self) -> str:
+        """What is tried, and the best so far, in one line."""
+        tried = f"{self.what} {self.done} of {self.of}" if self.of else f"{self.what} {self.done}"
+        if self.best is None:
+            return f"search: {tried}; no plan yet"
+        best = f"{human_seconds(self.best.step_s)} a step, {self.best.candidate.describe()}"
+        return f"search: {tried}; best so far: {best}"
 
 
 @dataclass
@@ -185,7 +195,7 @@ class Search:
                 found.append(estimate)
                 least = min(least, estimate.step_s)
             if self.num_estimates % 50 == 0:
-                self.report("estimates", self.num_estimates, self.budget.estimates)
+                self.report("estimates", self.num_estimates, 0)
         return sorted(found, key=lambda each: each.step_s)
 
     def estimator_of(self, memory: MemoryChoice, num_samples: int | None = None) -> Estimator:
@@ -496,7 +506,11 @@ def search(
     progress: Callable[[SearchProgress], None] = lambda _: None,
     seeds: Sequence[Candidate] = (),
 ) -> Search:
-    """A finished search. `seeds`: candidates that are drafted first."""
+    """A finished search. `seeds`: candidates that are drafted first. An interrupt goes on to the
+    caller: what half a search did not find says nothing.
+    """
     made = new_search(problem, settings, budget, progress, seeds)
     made.run()
+    if made.is_interrupted:
+        raise KeyboardInterrupt
     return made
