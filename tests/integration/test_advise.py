@@ -75,7 +75,10 @@ def test_advise_gives_the_same_numbers_as_table_json_and_page(tmp_path: Path) ->
     assert any("one more quick" in change["what"] for change in data["changes"])
     assert any("quick: bf16 (it has no tensor cores" in note for note in data["precision"])
     assert not any("one precision" in note for note in data["precision"])  # both want the same
-    assert f"whale run --cluster {cluster} {script}" in result.output.replace("\n", "")
+    for host, place, number in (("a", 0, 2), ("b", 1, 1)):  # one line for each host
+        line = f"--nnodes 2 --node-rank {place} --nproc-per-node {number} --master-addr a "
+        assert f"# on {host}\nWHALE_CLUSTER={cluster} torchrun {line}" in data["launch"]
+        assert line in result.output
 
 
 def test_an_interrupt_gives_what_is_known_so_far(

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from whale.search.search import SearchProgress
 
 
+PORT = 29500
+"""of the first host: the one that torchrun takes where none is given"""
+
+
 def plan(
     script: ScriptArgument,
     arguments: OwnArguments = None,
@@ -110,10 +114,30 @@ def advise(
         require_folder(path, f"whale advise: {option}")
     described = None if cluster is None else _first_devices(cluster, num_devices)
     number = described.num_devices if described is not None else num_devices or default_num_ranks()
-    options = f"--cluster {cluster}" if cluster is not None else f"-n {number}"
     problem = _problem_of_script(script, arguments or [], number, debug, described)
-    command = f"whale run {options} {shlex.join([str(script), *(arguments or [])])}"
+    words = shlex.join([str(script), *(arguments or [])])
+    if described is not None and len(described.hosts) > 1:
+        command = _lines_of_hosts(described, str(cluster), words)
+    else:
+        options = f"--cluster {cluster}" if cluster is not None else f"-n {number}"
+        command = f"whale run {options} {words}"
     write_advice(problem, command, html, figures)
+
+
+def _lines_of_hosts(cluster: Cluster, file: str, words: str) -> str:
+    """What to start on each of several hosts (docs/hosts.md)."""
+    from whale.config import CLUSTER_VARIABLE
+
+    hosts = cluster.hosts
+    lines = []
+    for place, host in enumerate(hosts):
+        number = sum(device.host == host for device in cluster.devices)
+        lines.append(
+            f"# on {host}\n{CLUSTER_VARIABLE}={shlex.quote(file)} torchrun --nnodes {len(hosts)} "
+            f"--node-rank {place} --nproc-per-node {number} --master-addr {hosts[0]} "
+            f"--master-port {PORT} --shutdown-timeout 5 {words}"
+        )
+    return "\n".join(lines)
 
 
 def write_advice(problem: Problem, launch: str, page: Path | None, figures: Path | None) -> None:

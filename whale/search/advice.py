@@ -212,7 +212,9 @@ class _Asking:
         found: dict[str, RankedPlan] = {}
         if self.plain is not None:
             timeline = simulate(self.plain)
-            found[DATA_PARALLEL] = RankedPlan(DATA_PARALLEL, DATA_PARALLEL, self.plain, timeline)
+            number = self.problem.cluster.num_devices
+            text = f"the whole model on each of {number} devices, samples by speed"
+            found[DATA_PARALLEL] = RankedPlan(DATA_PARALLEL, text, self.plain, timeline)
         for drafted in sorted(self.done.drafted, key=lambda each: each.score_s):
             kind = kind_of(drafted.candidate, self.problem.cluster.num_devices)
             if kind not in found or drafted.step_s < found[kind].step_s:
@@ -237,7 +239,7 @@ class _Asking:
         for each in device_classes(cluster):
             rank = each.ranks[-1]
             is_one = len(each.ranks) == 1
-            alike = "" if is_one else f", as any of {len(each.ranks)} {each.kind.name}"
+            alike = "" if is_one else f", or any other of ranks {ranges(each.ranks)}"
             text = f"without rank {rank} ({each.kind.name}{alike})"
             found.append((Change(text, math.inf, each.ranks), {rank}))
         if 1 < len(cluster.hosts) <= MOST_CLASSES:
