@@ -17,6 +17,7 @@ from whale.plans.plan import Plan
 from whale.search import choose
 from whale.search.drafting import Drafted, Drafting, actions_seconds
 from whale.search.hint import hint
+from whale.search.point import Point, Shape
 from whale.search.precision import precision_notes
 from whale.search.search import Search, new_search, search
 from whale.search.settings import OpenSettings
@@ -413,3 +414,19 @@ def test_one_precision_for_cards_that_want_different_ones() -> None:
     assert '"fp16" is the fastest' in together and "fp32 51.3, bf16 86.7, fp16 196" in together
     bf16 = precision_notes(problem_of(lambda: plan_of(cluster=cluster, precision="bf16")))
     assert len(bf16) == 1 and "V100-16GB: bf16 (it has no tensor cores for it)" in bf16[0]
+
+
+def test_estimates_count_links_that_every_micro_batch_takes() -> None:
+    """Two stages on one host, 8 micro-batches one after the other over a slow link: no step is
+    shorter than the activations of the whole mini-batch take.
+    """
+    cluster = replace(mixed(hosts=((("fast", 2),),)), intra_host=Link(1e5, 1e-6))
+    problem = choose.opened_up(problem_of(lambda: plan_of(cluster=cluster)))
+    made = new_search(problem, OpenSettings.of(problem))
+    point = Point(Shape((((0,), (1,)),)), 8)
+    estimate = made.estimator.estimate(point)
+    least_s = BATCH * WIDTH * 4 / 1e5
+    assert estimate.step_s >= least_s
+    drafted = made.draft(made.candidate_of(estimate))
+    assert drafted is not None and drafted.step_s >= least_s
+    assert estimate.step_s == pytest.approx(drafted.step_s, rel=0.3)
