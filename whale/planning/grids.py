@@ -435,8 +435,8 @@ class GridProblem:
 def _decision(best: _Tried, tried: Sequence[_Tried], num_grids: int) -> Decision:
     sent = sum(each.sent_bytes for each in best.shardings.values())
     why = (
-        f"one micro-batch takes {human_seconds(best.seconds)}, a device sends {human_bytes(sent)} "
-        "in it"
+        f"one micro-batch with its part of the all-reduces takes {human_seconds(best.seconds)}, a "
+        f"device sends {human_bytes(sent)} in it"
     )
     others = sorted((each for each in tried if each is not best), key=lambda each: each.seconds)
     compared = ", ".join(f"{each.grid.name} {human_seconds(each.seconds)}" for each in others)
