@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from whale.cluster.cluster import Cluster, Device
 from whale.search.candidate import Candidate
-from whale.search.drafting import DRAFT_TRIES
+from whale.search.drafting import DRAFT_TRIES, Drafted
 from whale.search.point import Point, Shape
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 MOST_DEVICES = 1024
 """of a slice; clusters with more are sliced"""
+NEAR = 1.05
+"""plans of a slice that take at most so many times the best are repeated as well, where a draft takes
+long: all-reduces over more ranks may change which is the best
+"""
 LEAST_USED = 0.95
 """of the devices must be in slices; with more left over, the whole cluster is searched"""
 
@@ -130,7 +134,8 @@ def draft_slices(search: Search) -> bool:
     numbers = slice_numbers(problem.cluster, problem.batch_size)
     if not numbers or search.most_wide == 1:  # 1: there may be one model replica only
         return False
-    tries = None if search.budget.polished else DRAFT_TRIES
+    is_vast = not search.budget.polished
+    tries = DRAFT_TRIES if is_vast else None
     for number in numbers:
         slices = Slices.of(problem.cluster, number)
         part = replace(problem, cluster=slices.cluster, batch_size=problem.batch_size // number)
@@ -138,9 +143,12 @@ def draft_slices(search: Search) -> bool:
         search.slices = slices  # an interrupt may end it here
         inner.run()
         search.num_estimates += inner.num_estimates
-        for candidate in _best_first(inner):
+        for drafted in _best_first(inner):
+            is_near = inner.best is not None and drafted.score_s <= NEAR * inner.best.score_s
+            if is_vast and search.best is not None and not is_near:
+                break
             search.report("slices", len(search.drafted), search.budget.drafts)
-            search.draft(slices.repeated(candidate), tries)
+            search.draft(slices.repeated(drafted.candidate), tries)
             if inner.is_interrupted and search.best is not None:
                 raise KeyboardInterrupt
             if len(search.drafted) >= search.budget.drafts:
@@ -176,10 +184,10 @@ def _draft_one_slice(search: Search, slices: Slices, inner: Search) -> None:
     search.draft(replace(alone, replicas=tuple(replicas)))
 
 
-def _best_first(inner: Search) -> Iterator[Candidate]:
-    """Candidates of a search, each once though it may have been drafted with several orders."""
+def _best_first(inner: Search) -> Iterator[Drafted]:
+    """Plans of a search, each candidate once though it may have been drafted with several orders."""
     seen = set()
     for drafted in sorted(inner.drafted, key=lambda each: each.score_s):
         if drafted.candidate not in seen:
             seen.add(drafted.candidate)
-            yield drafted.candidate
+            yield drafted
