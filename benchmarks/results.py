@@ -32,6 +32,7 @@ class Benchmark:
     """What a script claims, for the page."""
 
     name: str
+    """of the script, with its options behind it"""
     how: str
     """`measured on CPU`, `emulated` or `predicted`"""
     claim: str
@@ -41,6 +42,15 @@ class Benchmark:
     """whether small figures are the good ones"""
     needs_measurements: bool = False
     """of real GPUs, `--measurements DIR`"""
+
+    @property
+    def script(self) -> str:
+        """`benchmarks/search.py`"""
+        return f"benchmarks/{self.name.split()[0]}.py"
+
+    @property
+    def options(self) -> list[str]:
+        return self.name.split()[1:]
 
 
 NOT_DETAILS = {"name", "ratio", "target", "at_most", "ok"}
@@ -131,6 +141,32 @@ BENCHMARKS = (
         MEASURED,
         "Time and memory of the search, and the step that it finds, as parts of what is allowed",
         "the limit of each case",
+        at_most=True,
+    ),
+    Benchmark(
+        "search --growth",
+        MEASURED,
+        "CPU seconds of the search for GPT 96 x 12288 on 64 to 8,192 GPUs of 4 kinds, as a part of 180",
+        "the limit of 3 minutes, capture included",
+        at_most=True,
+    ),
+    Benchmark(
+        "search --by-hand",
+        PREDICTED,
+        "GPT-2 of 1.3 B parameters on 7 mixed GPUs: the plan that the search finds, times faster",
+        "the best of 14 plans made by hand",
+    ),
+    Benchmark(
+        "searched_seeds",
+        PREDICTED,
+        "Models of the seeds without annotations: the plans that the search finds, times faster",
+        "the plans of the papers, made by hand",
+    ),
+    Benchmark(
+        "found_plans",
+        EMULATED,
+        "Five plans that the search found: emulated against predicted step",
+        "the simulation of the same plans",
         at_most=True,
     ),
     Benchmark(
@@ -291,7 +327,7 @@ def main(arguments: list[str]) -> int:
 def run(benchmark: Benchmark, measurements: Path | None = None) -> dict[str, Any] | None:
     """The JSON line of one benchmark; None where it printed none."""
     print(f"results: {benchmark.name} ...", flush=True)
-    words = [sys.executable, str(ROOT / "benchmarks" / f"{benchmark.name}.py")]
+    words = [sys.executable, str(ROOT / benchmark.script), *benchmark.options]
     if benchmark.needs_measurements:
         words += ["--measurements", str(measurements)]
     done = subprocess.run(
@@ -331,7 +367,7 @@ def record(benchmark: Benchmark, line: dict[str, Any]) -> dict[str, Any]:
         "how": benchmark.how,
         "claim": benchmark.claim,
         "against": benchmark.against,
-        "command": f"python benchmarks/{benchmark.name}.py"
+        "command": " ".join(["python", benchmark.script, *benchmark.options])
         + (" --measurements DIR" if benchmark.needs_measurements else ""),
         "commit": commit.stdout.strip(),
         "date": datetime.date.today().isoformat(),

@@ -101,6 +101,7 @@ def plan(
         layout.batch_size,
         optimizer,
         on_problem=session.on_problem,
+        on_progress=session.on_progress,
     )
     return planner.plan(prepared, prepared.longest(lengths.longest))
 
@@ -189,7 +190,14 @@ class _Captured:
             return None
         size = self.layout.batch_size
         return ModelPlanner(
-            self.built, devices, session.config, size, optimizer, 0.0, session.on_problem
+            self.built,
+            devices,
+            session.config,
+            size,
+            optimizer,
+            ratio_without=0.0,
+            on_problem=session.on_problem,
+            on_progress=session.on_progress,
         )
 
     def job(

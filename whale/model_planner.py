@@ -29,6 +29,7 @@ from whale.costs.optimizers import (
 from whale.costs.update_work import UpdateWork
 from whale.names import count
 from whale.planning.planner import Problem, fingerprint
+from whale.planning.problem import slow_products
 from whale.planning.workload import ADAM_STATE
 from whale.planning.zero import plan_with_owners
 from whale.plans.plan import Decision, Plan
@@ -36,7 +37,6 @@ from whale.plans.shards import Shards
 from whale.runtime.update import OptimizerFactory
 from whale.search.choose import choose_plan
 from whale.search.search import SearchProgress
-from whale.units import human_seconds
 
 logger = logging.getLogger("whale")
 
@@ -54,6 +54,8 @@ class ModelPlanner:
     """bytes of optimizer state for each byte of parameters where there is no optimizer"""
     on_problem: Callable[[Problem], None] | None = None
     """sees what is to be planned, before it is"""
+    on_progress: Callable[[SearchProgress], None] | None = None
+    """sees how far a search has come; None: that goes to the log"""
 
     def plan(self, prepared: CapturedModel, numbers: Numbers) -> Plan:
         """The plan for this capture with these numbers as lengths."""
@@ -62,9 +64,10 @@ class ModelPlanner:
         problem = self._problem(prepared, numbers)
         if self.on_problem is not None:
             self.on_problem(problem)
-        made, _ = choose_plan(problem, _log_progress)
+        made, _ = choose_plan(problem, self.on_progress or _log_progress)
         # the same for every length: a plan for one is a plan for the model
         made = replace(made, model=fingerprint(prepared.captured))
+        made = replace(made, notes=(*made.notes, *slow_products(problem)))
         if config.optimizer_state != "fp32":
             note = (
                 f"optimizer states are held in {config.optimizer_state} between steps "
@@ -245,8 +248,4 @@ def _first_cut_weight(plan: Plan) -> str | None:
 
 def _log_progress(progress: SearchProgress) -> None:
     """What a search tries, and the best so far: for those who look at the log."""
-    best = ""
-    if progress.best is not None:
-        text = progress.best.candidate.describe()
-        best = f"; best: {human_seconds(progress.best.step_s)} a step ({text})"
-    logger.info("search: %s %d of %d%s", progress.what, progress.done, progress.of, best)
+    logger.info("%s", progress.text)

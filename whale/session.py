@@ -17,6 +17,7 @@ from whale.distributed.job_cluster import ClusterLike
 from whale.distributed.ranks import Ranks
 from whale.planning.problem import Problem
 from whale.plans.plan import Plan
+from whale.search.search import SearchProgress
 
 
 @dataclass
@@ -35,6 +36,8 @@ class Session:
     """set by `whale profile --model`: `parallelize` captures and stops"""
     on_problem: Callable[[Problem], None] | None = None
     """set by `whale plan` and `whale advise`: sees what is to be planned, before it is"""
+    on_progress: Callable[[SearchProgress], None] | None = None
+    """set by `whale plan`: sees how far the search has come"""
 
 
 session = Session(Config())
@@ -118,17 +121,21 @@ def planning_only(
     num_devices: int,
     cluster: Cluster | None = None,
     on_problem: Callable[[Problem], None] | None = None,
+    on_progress: Callable[[SearchProgress], None] | None = None,
 ) -> Iterator[None]:
     """Scripts run under this stop at `parallelize`, which raises `PlanReady`. Used by
-    `whale plan` and `whale advise`; `on_problem` gets what is to be planned.
+    `whale plan` and `whale advise`; `on_problem` gets what is to be planned, `on_progress` how far
+    the search has come.
     """
     session.on_problem = on_problem
+    session.on_progress = on_progress
     session.num_devices = num_devices
     session.planned_cluster = cluster
     try:
         yield
     finally:
-        session.num_devices = session.planned_cluster = session.on_problem = None
+        session.num_devices = session.planned_cluster = None
+        session.on_problem = session.on_progress = None
 
 
 @contextlib.contextmanager

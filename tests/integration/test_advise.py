@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from whale.cli import app
+from whale.cli import app, planning
 from whale.report.advice_page import effect
+from whale.search import advice
+from whale.search.search import Search, SearchProgress, search
 
 SCRIPT = """
 import torch, whale as wh
@@ -71,7 +74,66 @@ def test_advise_gives_the_same_numbers_as_table_json_and_page(tmp_path: Path) ->
     assert any("without rank 2" in change["what"] for change in data["without"])
     assert any("one more quick" in change["what"] for change in data["changes"])
     assert any("quick: bf16 (it has no tensor cores" in note for note in data["precision"])
-    assert f"whale run --cluster {cluster} {script}" in result.output.replace("\n", "")
+    assert not any("one precision" in note for note in data["precision"])  # both want the same
+    for host, place, number in (("a", 0, 2), ("b", 1, 1)):  # one line for each host
+        line = f"--nnodes 2 --node-rank {place} --nproc-per-node {number} --master-addr a "
+        assert f"# on {host}\nWHALE_CLUSTER={cluster} torchrun {line}" in data["launch"]
+        assert line in result.output
+
+
+def test_an_interrupt_gives_what_is_known_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while other clusters are looked at: one answer is there, and the plans are."""
+    script, cluster = files(tmp_path)
+    figures, page = tmp_path / "advice.json", tmp_path / "advice.html"
+    asked = 0
+
+    def interrupted(*args: object, **options: object) -> Search:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            raise KeyboardInterrupt
+        return search(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(advice, "search", interrupted)
+    words = ["advise", "--cluster", cluster, "--json", str(figures), "--html", str(page), script]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    data = json.loads(figures.read_text())
+    assert data["interrupted"] and data["plans"]
+    assert len(data["without"]) == 1 and not data["changes"]
+    assert "Interrupted: " in result.output and "Interrupted: " in page.read_text()
+
+
+def test_advise_ranks_what_the_script_asks_for(tmp_path: Path) -> None:
+    script, cluster = files(tmp_path, '{"num_task_graph": 3}')
+    figures = tmp_path / "advice.json"
+    result = CliRunner().invoke(
+        app, ["advise", "--cluster", cluster, "--json", str(figures), script]
+    )
+    assert result.exit_code == 0, result.output
+    plans = json.loads(figures.read_text())["plans"]
+    (own,) = [plan for plan in plans if plan["kind"] == "as the script asks for"]
+    assert own["plan"] == '"num_task_graph": 3' and plans[0]["step_s"] <= own["step_s"]
+
+
+def test_ctrl_c_gives_the_best_plan_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real signal, as soon as there is a plan."""
+    script, cluster = files(tmp_path)
+
+    def press(progress: SearchProgress) -> None:
+        if progress.best is not None:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(planning, "show_progress", press)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's workers ignore it
+    try:
+        result = CliRunner().invoke(app, ["plan", "--cluster", cluster, script])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert result.exit_code == 0, result.output
+    assert "interrupted" in result.output
 
 
 def test_plan_says_what_the_search_would_give(tmp_path: Path) -> None:

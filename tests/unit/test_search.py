@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,17 @@ import torch
 from torch import nn
 
 import whale as wh
-from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
+from whale import session
+from whale.cluster.cluster import Cluster, Device, DeviceKind, Link, device_kind
+from whale.planning.problem import Problem
 from whale.plans.plan import Plan
 from whale.search import choose
 from whale.search.drafting import Drafted, Drafting, actions_seconds
-from whale.search.search import Search, new_search
+from whale.search.hint import hint
+from whale.search.point import Point, Shape
+from whale.search.precision import precision_notes
+from whale.search.search import Search, new_search, search
+from whale.search.settings import OpenSettings
 from whale.search.shapes import compositions, device_classes, shapes
 from whale.simulation.simulate import peak_bytes
 
@@ -73,6 +80,14 @@ def plan_of(
     return wh.plan(
         model or Net(), torch.randn(BATCH, WIDTH), cluster=cluster or mixed(), config=dict(config)
     )
+
+
+def problem_of(made: Callable[[], object]) -> Problem:
+    """What a call of `wh.plan` plans."""
+    problems: list[Problem] = []
+    with session.planning_only(7, None, problems.append):
+        made()
+    return problems[0]
 
 
 def strategy_of(plan: Plan) -> str:
@@ -339,3 +354,79 @@ def test_float32_products_are_explained_where_a_device_without_tf32_is_left_out(
     said = [each for each in plan.decisions if each.what == "float32 products"]
     assert [each.choice for each in said] == ["float32"] and "rank 2" in said[0].why
     assert plan.settings.float32_precision == "high"
+
+
+def test_sixteen_bits_without_tensor_cores_are_said() -> None:
+    """V100 multiplies bf16 at the rate of float32, and fp16 eight times as fast."""
+    cluster = Cluster.uniform(2, kind="V100-16GB")
+    (said,) = [note for note in plan_of(cluster=cluster, precision="bf16").notes if "V100" in note]
+    assert "no tensor cores for bf16" in said and 'Try: "precision": "fp16"' in said
+    assert not any("tensor" in note for note in plan_of(cluster=cluster, precision="fp16").notes)
+
+
+def test_an_interrupted_comparison_says_nothing() -> None:
+    """What half a search did not find must not be taken for what is not there."""
+    problem = problem_of(plan_of)
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(problem, OpenSettings.of(problem), progress=interrupted)
+
+
+def test_the_refusal_survives_an_interrupt_of_the_search_for_an_offer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object, **__: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(choose, "search", interrupted)
+    with pytest.raises(ValueError, match="does not fit"):
+        plan_of(Net(layers=16), mixed(400_000), strategy="data")
+
+
+def test_what_annotations_keep_from_fitting_gets_an_offer_without_them() -> None:
+    model = wh.annotate(Net(layers=16), {"*": wh.replicate(7)})
+    with pytest.raises(ValueError, match='"strategy": "auto" without annotations finds a plan'):
+        plan_of(model, mixed(400_000))
+
+
+def test_the_hint_compares_an_annotated_plan_with_the_search() -> None:
+    """All on each device, over a slow network: a pipeline is faster."""
+    model = wh.annotate(Net(), {"*": wh.replicate(7)})
+    made: list[Plan] = []
+    problem = problem_of(lambda: made.append(plan_of(model)))
+    text = hint(problem, made[0])
+    assert text is not None and text.startswith('"strategy": "auto" without annotations would give')
+
+
+def test_one_precision_for_cards_that_want_different_ones() -> None:
+    """RTX 3090 is as fast in bf16 as in fp16, V100 is not: fp16 for all."""
+    kinds = ["RTX-3090", "V100-16GB"]
+    devices = tuple(Device(rank, "a", rank, device_kind(kind)) for rank, kind in enumerate(kinds))
+    cluster = Cluster(devices, Link(1e9, 1e-6), Link(1e9, 1e-6))
+    each, other, together = precision_notes(problem_of(lambda: plan_of(cluster=cluster)))
+    assert each.startswith('RTX-3090: fp32 multiplies at 35.6 TFLOP/s; "precision": "bf16" at 71')
+    assert other.startswith(
+        'V100-16GB: fp32 multiplies at 15.7 TFLOP/s; "precision": "fp16" at 125'
+    )
+    assert '"fp16" is the fastest' in together and "fp32 51.3, bf16 86.7, fp16 196" in together
+    bf16 = precision_notes(problem_of(lambda: plan_of(cluster=cluster, precision="bf16")))
+    assert len(bf16) == 1 and "V100-16GB: bf16 (it has no tensor cores for it)" in bf16[0]
+
+
+def test_estimates_count_links_that_every_micro_batch_takes() -> None:
+    """Two stages on one host, 8 micro-batches one after the other over a slow link: no step is
+    shorter than the activations of the whole mini-batch take.
+    """
+    cluster = replace(mixed(hosts=((("fast", 2),),)), intra_host=Link(1e5, 1e-6))
+    problem = choose.opened_up(problem_of(lambda: plan_of(cluster=cluster)))
+    made = new_search(problem, OpenSettings.of(problem))
+    point = Point(Shape((((0,), (1,)),)), 8)
+    estimate = made.estimator.estimate(point)
+    least_s = BATCH * WIDTH * 4 / 1e5
+    assert estimate.step_s >= least_s
+    drafted = made.draft(made.candidate_of(estimate))
+    assert drafted is not None and drafted.step_s >= least_s
+    assert estimate.step_s == pytest.approx(drafted.step_s, rel=0.3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -47,10 +49,36 @@ def test_numbers_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slices, "MOST_DEVICES", 4)
     cluster = hosts_of(*["fast"] * 4, *["old"] * 4)
     assert slice_numbers(cluster, 32) == [4, 2]
-    assert slice_numbers(cluster, 6) == [2]  # the samples do not divide by 4
-    assert slice_numbers(cluster, 5) == []
+    assert slice_numbers(cluster, 5) == [4, 2]  # some slices get a sample more
+    assert slice_numbers(cluster, 3) == [2]  # too few samples for four slices
+    assert slice_numbers(cluster, 1) == []
     assert slice_numbers(hosts_of("fast", "old"), 32) == []  # small
     assert slice_numbers(hosts_of("fast", "old", "old"), 32) == []  # not alike
+
+
+def test_hosts_that_do_not_divide_are_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty hosts and one: the fewest devices are left over, and no more than one in twenty."""
+    monkeypatch.setattr(slices, "MOST_DEVICES", 20)
+    cluster = hosts_of(*["fast"] * 21)
+    assert slice_numbers(cluster, 32) == [3, 2]  # 3 x 7 hosts; 2 x 10 and one left over
+    assert Slices.of(cluster, 3).left_over == ()
+    assert Slices.of(cluster, 2).left_over == (40, 41)
+    assert slice_numbers(hosts_of(*["fast"] * 11), 2) == []  # 2 x 5 leave more than that
+
+
+def test_the_plan_says_what_was_searched_and_what_is_left_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five hosts that are alike in two slices: one host is in neither. 31 samples do not divide."""
+    monkeypatch.setattr(slices, "MOST_DEVICES", 5)
+    monkeypatch.setattr(slices, "LEAST_USED", 0.8)
+    monkeypatch.setitem(KINDS, "fast", replace(KINDS["fast"], memory_bytes=400_000))
+    cluster = hosts_of(*["fast"] * 5)
+    plan = wh.plan(Net(layers=16), torch.zeros(31, WIDTH), cluster=cluster, config={})
+    assert plan.batch_size == 31
+    said = [each for each in plan.decisions if each.what in ("strategy", "devices left out")]
+    assert "one of 2 slices of 4 devices that are alike" in said[0].why
+    assert said[-1].choice == "rank 8-9" and "equal slices" in said[-1].why
 
 
 def test_a_slice_gives_about_the_plan_of_the_whole_cluster(

@@ -7,10 +7,14 @@ from itertools import permutations, product
 from math import prod
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import whale as wh
 from tests.thorough import many
+from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
 from whale.planning.uneven_grids import CutDim, GridArrangement, arrangements, axis_weights, shares
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, Layout
@@ -131,3 +135,41 @@ def test_one_set_of_weights_serves_all_that_an_axis_cuts() -> None:
 def test_wrong_speeds() -> None:
     with pytest.raises(ValueError, match=r"grid 1 x 2 x 1 needs 2 speeds above 0"):
         arrange((1, 2, 1), [1.0], {})
+
+
+# ---- predicted steps
+
+
+class Wide(nn.Module):
+    """Much that moves memory for each product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 256)
+        self.last = nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(8):
+            x = torch.tanh(x)
+        result: torch.Tensor = self.last(x).square().mean()
+        return result
+
+
+def split_step_s(*kinds: DeviceKind) -> float:
+    """The predicted step of `Wide` under `split` on one host."""
+    devices = tuple(Device(rank, "a", rank, kind) for rank, kind in enumerate(kinds))
+    cluster = Cluster(devices, Link(1e12, 1e-9), Link(1e12, 1e-9))
+    model = wh.annotate(Wide(), {"*": wh.split(len(kinds))})
+    return wh.simulate(wh.plan(model, torch.zeros(512, 64), cluster=cluster)).step_s
+
+
+def test_fast_products_are_no_fast_memory() -> None:
+    """A device that multiplies ten times as fast and has the same memory gets little more work
+    where memory counts: beside it a slow one is no faster than a second fast one.
+    """
+    fast = DeviceKind("fast", 1e13, 10**9, 1e10)
+    slow = DeviceKind("slow", 1e12, 10**9, 1e10)
+    both_fast_s = split_step_s(fast, fast)
+    mixed_s = split_step_s(fast, slow)
+    assert both_fast_s <= mixed_s <= split_step_s(slow, slow) * (1 + 1e-9)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
     from whale.planning.problem import Problem
     from whale.plans.plan import Plan
     from whale.search.search import SearchProgress
+
+
+PORT = 29500
+"""of the first host: the one that torchrun takes where none is given"""
 
 
 def plan(
@@ -80,7 +85,12 @@ def _print_hint(made: Plan, problems: Sequence[Problem]) -> None:
     """One line on what the search would give instead of a hand-made plan."""
     from whale.search.hint import hint
 
-    text = hint(problems[0], made) if problems else None
+    try:
+        text = hint(problems[0], made, show_progress) if problems else None
+    except KeyboardInterrupt:  # the plan is there; only the comparison is not
+        text = "what the search would give instead: interrupted"
+    finally:
+        clear_progress()
     if text is not None:
         print(text)
 
@@ -104,10 +114,30 @@ def advise(
         require_folder(path, f"whale advise: {option}")
     described = None if cluster is None else _first_devices(cluster, num_devices)
     number = described.num_devices if described is not None else num_devices or default_num_ranks()
-    options = f"--cluster {cluster}" if cluster is not None else f"-n {number}"
     problem = _problem_of_script(script, arguments or [], number, debug, described)
-    command = f"whale run {options} {shlex.join([str(script), *(arguments or [])])}"
+    words = shlex.join([str(script), *(arguments or [])])
+    if described is not None and len(described.hosts) > 1:
+        command = _lines_of_hosts(described, str(cluster), words)
+    else:
+        options = f"--cluster {cluster}" if cluster is not None else f"-n {number}"
+        command = f"whale run {options} {words}"
     write_advice(problem, command, html, figures)
+
+
+def _lines_of_hosts(cluster: Cluster, file: str, words: str) -> str:
+    """What to start on each of several hosts (docs/hosts.md)."""
+    from whale.config import CLUSTER_VARIABLE
+
+    hosts = cluster.hosts
+    lines = []
+    for place, host in enumerate(hosts):
+        number = sum(device.host == host for device in cluster.devices)
+        lines.append(
+            f"# on {host}\n{CLUSTER_VARIABLE}={shlex.quote(file)} torchrun --nnodes {len(hosts)} "
+            f"--node-rank {place} --nproc-per-node {number} --master-addr {hosts[0]} "
+            f"--master-port {PORT} --shutdown-timeout 5 {words}"
+        )
+    return "\n".join(lines)
 
 
 def write_advice(problem: Problem, launch: str, page: Path | None, figures: Path | None) -> None:
@@ -118,7 +148,9 @@ def write_advice(problem: Problem, launch: str, page: Path | None, figures: Path
     try:
         advice = advise(problem, launch, show_progress)
     except ValueError as error:
+        clear_progress()
         stop(f"whale advise: {error}", FAILED)
+    clear_progress()
     print_advice(advice)
     if page is not None:
         page.write_text(str(advice_html(advice)), encoding="utf-8")
@@ -132,9 +164,15 @@ def show_progress(progress: SearchProgress) -> None:
     """One line on stderr that is written over, where somebody looks at it."""
     if not sys.stderr.isatty():
         return
-    best = "" if progress.best is None else f", best {progress.best.step_s:.4g} s a step"
-    text = f"search: {progress.what} {progress.done} of {progress.of}{best}"
-    print(f"\r{text:<78}", end="", file=sys.stderr, flush=True)
+    width = shutil.get_terminal_size().columns - 1
+    print(f"\r{progress.text[:width]:<{width}}", end="", file=sys.stderr, flush=True)
+
+
+def clear_progress() -> None:
+    """Takes that line away."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r{'':<{width}}\r", end="", file=sys.stderr, flush=True)
 
 
 class _ProblemReady(BaseException):
@@ -169,8 +207,11 @@ def _plan_of_script(
 
     exit_code: object = None
     try:
-        with planning_only(num_devices, cluster, on_problem):
-            run_script(script, arguments)
+        with planning_only(num_devices, cluster, on_problem, show_progress):
+            try:
+                run_script(script, arguments)
+            finally:
+                clear_progress()
     except PlanReady as ready:
         return ready.plan
     except SystemExit as ended:

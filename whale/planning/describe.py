@@ -15,6 +15,7 @@ from whale.planning.stages import Assignment
 from whale.planning.task_graphs import TaskGraphs
 from whale.plans.plan import Crossing, Decision, Stage, TaskGraph
 from whale.plans.virtual_devices import DevicePlacement
+from whale.units import human_bytes
 
 
 def crossings(
@@ -156,8 +157,8 @@ def tie_decisions(captured: CapturedGraph, assignment: Assignment) -> list[Decis
         Decision(
             f"tied {name}",
             f"held by stages {', '.join(map(str, stages))}",
-            "these stages use it; its gradient is summed over them "
-            f"({captured.state[name].num_bytes} bytes)",
+            "these stages use it; its gradient is all-reduced over them "
+            f"({human_bytes(captured.state[name].num_bytes)})",
         )
         for name, stages in tied.items()
         if captured.state[name].kind == "parameter"

@@ -7,13 +7,17 @@ It does change the step:
 
     seconds = solver's seconds + sum over operations of (cost model - solver)(share of the operation)
 
-where the share is the largest fraction of it that one device of the grid has.
+where the share is the fraction of it that a device of the grid has: on an even axis the largest of
+all, on an uneven one that of its place. The slowest place counts. Fast products are no fast memory, so
+how unevenly an axis should cut follows from the seconds of the whole stage on each kind
+(`seconds_by_kind`), not from FLOP/s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from math import prod
 
 from whale.cluster.cluster import DeviceKind
 from whale.costs.costs import (
@@ -24,39 +28,76 @@ from whale.costs.costs import (
     backward_seconds,
     seconds,
 )
+from whale.plans.grid import Grid
 from whale.plans.sharding import Sharding
 from whale.sharding.terms import Terms
 
+Place = tuple[DeviceKind, tuple[tuple[str, float], ...]]
+"""a device of a grid: its kind, and of every uneven axis how many times an even part it has"""
+
+
+def places_of(kinds: Sequence[DeviceKind], grid: Grid) -> set[Place]:
+    """The places of a grid that differ. `kinds`: by place."""
+    found = set()
+    for place, kind in enumerate(kinds):
+        parts = []
+        for axis, weights in grid.work.items():
+            own = weights[grid.coordinate(place, axis)]
+            parts.append((axis, own * len(weights) / sum(weights)))
+        found.add((kind, tuple(parts)))
+    return found
+
 
 def with_cost_model(
-    sharding: Sharding, terms: Terms, kinds: Collection[DeviceKind], dtype: str
+    sharding: Sharding, terms: Terms, places: Collection[Place], dtype: str
 ) -> Sharding:
-    """The sharding with the seconds of a micro-batch that the cost model gives on the slowest of
-    these kinds. `terms`: what it was solved with.
+    """The sharding with the seconds of a micro-batch that the cost model gives at the slowest of
+    these places. `terms`: what it was solved with.
     """
+    solved, by_place = _work_seconds(sharding, terms, list(places), dtype)
+    # messages stay, whatever the work
+    least = max(0.0, sharding.seconds - solved)
+    return replace(sharding, seconds=least + max(by_place, default=0.0))
+
+
+def seconds_by_kind(
+    sharding: Sharding, terms: Terms, kinds: Sequence[DeviceKind], dtype: str
+) -> list[float]:
+    """Seconds of the work of an even part on each of these kinds, without messages."""
+    return _work_seconds(sharding, terms, [(kind, ()) for kind in kinds], dtype)[1]
+
+
+def _work_seconds(
+    sharding: Sharding, terms: Terms, places: Sequence[Place], dtype: str
+) -> tuple[float, list[float]]:
+    """(what the solver counts for the work, what the cost model gives it at each place)"""
     space = terms.space
     costs = terms.costs
     by_node = terms.node_costs
     gradients = space.program.gradients
     chosen = space.chosen(sharding)
     known: dict[tuple[object, ...], list[float]] = {}
-    totals = [0.0] * len(kinds)
+    totals = [0.0] * len(places)
     solved = 0.0
     for node in space.operations:
         cost = by_node[node]
-        share = terms.share(node, chosen[node]) if node in chosen else 1.0
+        options = chosen.get(node, {})
+        share = terms.share(node, options) if options else 1.0
         passes = 1 + BACKWARD_PER_FORWARD if node in gradients else 1.0
         work = cost.flop / costs.flop_per_s + cost.moved_bytes / costs.memory_bytes_per_s
         solved += share * passes * work
         factors = backward_factors(node, cost, gradients)
-        moved = share * backward_bytes(node, by_node, gradients)
-        key = (cost, share, factors, moved)
+        moved = backward_bytes(node, by_node, gradients)
+        cut = tuple(axis for axis, option in options.items() if option.is_cut)
+        key = (cost, share, cut, factors, moved)
         if key not in known:
-            known[key] = [_seconds(cost, share, factors, moved, kind, dtype) for kind in kinds]
+            found = []
+            for kind, parts in places:
+                own = min(1.0, share * prod(part for axis, part in parts if axis in cut))
+                found.append(_seconds(cost, own, factors, own * moved, kind, dtype))
+            known[key] = found
         totals = [total + more for total, more in zip(totals, known[key], strict=True)]
-    # messages stay, whatever the work
-    least = max(0.0, sharding.seconds - solved)
-    return replace(sharding, seconds=least + max(totals, default=0.0))
+    return solved, totals
 
 
 def _seconds(

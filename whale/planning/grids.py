@@ -28,11 +28,11 @@ from whale.cluster.cluster import Cluster
 from whale.cluster.kinds import DeviceKind
 from whale.cluster.network import Link
 from whale.costs.costs import NodeCost, node_costs
-from whale.planning.grid_seconds import with_cost_model
+from whale.planning.grid_seconds import Place, places_of, seconds_by_kind, with_cost_model
 from whale.planning.split import Split, stage_program
 from whale.planning.stages import Assignment
 from whale.planning.task_graphs import TaskGraphs
-from whale.planning.uneven_grids import Arranged, arranged, kinds_of, what_axes_cut
+from whale.planning.uneven_grids import arranged, kinds_of, what_axes_cut
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, Layout, whole
 from whale.plans.plan import Decision
@@ -54,6 +54,8 @@ COUNTED_IN_A_QUICK_LOOK = 16
 """devices of a grid up to which messages are counted where no formula holds
 (`sharding/redistribution_costs.py`): when solved, when ranked
 """
+LEAST_S = 1e-12
+"""a stage without work takes this long"""
 SOLVED = 3
 """grids that are solved in full, of all shapes of so many devices"""
 
@@ -208,38 +210,46 @@ class GridProblem:
             return even
         cuts = what_axes_cut(found.values(), self.num_samples)
         tried = [even]
-        for way in arranged(self.cluster, on_grid, grid, self.dtype, cuts):
-            tried.append(self._try_uneven(way, memory_price))
+        if len(self._kinds_of(devices)) > 1:
+            speeds = self._speeds(on_grid, grid, found)
+            for way in arranged(self.cluster, on_grid, grid, speeds, cuts):
+                shardings = self._shard(way.devices, way.grid, memory_price)
+                tried.append(_Tried(way.grid, way.devices, shardings, way.reason))
         return min(tried, key=lambda each: each.seconds)
 
-    def _try_uneven(self, way: Arranged, memory_price: float | None) -> _Tried:
-        """Heterogeneous devices in one order. Work takes the time of uneven shards, messages do
-        not change.
-        """
-        found = self._shard(way.devices, way.grid, memory_price)
-        costs = self._costs(way.devices[0], way.grid)
-        for stage, sharding in found.items():
-            message_s = sharding.sum_seconds
-            message_s += sharding.sent_bytes / min(costs.bytes_per_s.values())
-            message_s = min(sharding.seconds, message_s)
-            seconds = message_s + (sharding.seconds - message_s) * way.factor
-            found[stage] = replace(sharding, seconds=seconds)
-        return _Tried(way.grid, way.devices, found, way.reason)
+    def _speeds(
+        self, devices: Sequence[VirtualDevice], grid: Grid, shardings: Mapping[int, Sharding]
+    ) -> dict[DeviceKind, float]:
+        """Even parts of all stages that each kind does in a second, by the cost model."""
+        kinds = sorted(self._kinds_of(devices), key=lambda kind: kind.name)
+        costs = {device.index: self._costs(device, grid) for device in devices}
+        totals = [0.0] * len(kinds)
+        for stage, sharding in shardings.items():
+            space = self._spaces[stage]
+            own = costs[self.device_of_stage[stage]]
+            terms = Terms(space, grid, self.num_samples, own, self._node_costs(space))
+            seconds = seconds_by_kind(sharding, terms, kinds, self.dtype)
+            totals = [total + more for total, more in zip(totals, seconds, strict=True)]
+        return {kind: 1.0 / max(total, LEAST_S) for kind, total in zip(kinds, totals, strict=True)}
 
     def _shard(
         self, devices: Sequence[VirtualDevice], grid: Grid, memory_price: float | None
     ) -> dict[int, Sharding]:
         """The shardings of all stages of some VirtualDevices on one grid each."""
         costs = {device.index: self._costs(device, grid, memory_price) for device in devices}
-        kinds = self._kinds_of(devices)
+        places: set[Place] = set()
+        for device in devices:
+            for members in device.ranks:
+                kinds = [self.cluster.devices[rank].kind for rank in members]
+                places |= places_of(kinds, grid)
         found: dict[int, Sharding] = {}
         for stage in self._stages_of(devices):
             space = self._spaces[stage]
             fixed = self._fixed(stage, list(costs), found)
-            device = self.device_of_stage[stage]
-            solved = solve(space.program, grid, self.num_samples, costs[device], fixed, space)
-            terms = Terms(space, grid, self.num_samples, costs[device], self._node_costs(space))
-            found[stage] = with_cost_model(solved, terms, kinds, self.dtype)
+            own = costs[self.device_of_stage[stage]]
+            solved = solve(space.program, grid, self.num_samples, own, fixed, space)
+            terms = Terms(space, grid, self.num_samples, own, self._node_costs(space))
+            found[stage] = with_cost_model(solved, terms, places, self.dtype)
         return found
 
     def _node_costs(self, space: Space) -> Mapping[Node, NodeCost]:
@@ -343,10 +353,11 @@ class GridProblem:
         """
         asked = zip(self.task_graphs.strategies, self.placement.of_task_graph, strict=True)
         given = {device: strategy.grid for strategy, device in asked if strategy.grid}
+        rates = {each.kind: each.kind.rate(self.dtype) for each in self.cluster.devices}
         found: dict[tuple[object, GridShape | None], list[VirtualDevice]] = {}
         for device in self.placement.virtual_devices:
             if device.grid is not None:
-                kinds = kinds_of(self.cluster, device, self.dtype), self._is_summa([device])
+                kinds = kinds_of(self.cluster, device, rates), self._is_summa([device])
                 found.setdefault((kinds, given.get(device.index)), []).append(device)
         return found
 
@@ -424,8 +435,8 @@ class GridProblem:
 def _decision(best: _Tried, tried: Sequence[_Tried], num_grids: int) -> Decision:
     sent = sum(each.sent_bytes for each in best.shardings.values())
     why = (
-        f"one micro-batch takes {human_seconds(best.seconds)}, a device sends {human_bytes(sent)} "
-        "in it"
+        f"one micro-batch with its part of the all-reduces takes {human_seconds(best.seconds)}, a "
+        f"device sends {human_bytes(sent)} in it"
     )
     others = sorted((each for each in tried if each is not best), key=lambda each: each.seconds)
     compared = ", ".join(f"{each.grid.name} {human_seconds(each.seconds)}" for each in others)

@@ -23,6 +23,8 @@ from whale.planning.workload import ADAM_STATE
 from whale.plans.plan import Decision
 from whale.plans.shares import micro_batch_sizes
 
+HALF_PRECISIONS = ("bf16", "fp16")
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -118,6 +120,27 @@ def precision_decision(problem: Problem) -> Decision | None:
         f"{why}, but rank {without.rank} ({without.kind.name}) has no TF32 and all ranks round "
         "alike",
     )
+
+
+def slow_products(problem: Problem) -> list[str]:
+    """Sentences on kinds of accelerators without tensor cores for the 16 bits of the job: they
+    multiply as fast as in float32, or slower than in the other 16 bits.
+    """
+    dtype = problem.config.dtype
+    found = []
+    for kind in dict.fromkeys(device.kind for device in problem.cluster.devices):
+        rates = {name: kind.rate(name) for name in HALF_PRECISIONS}
+        if kind.is_cpu or dtype not in rates or rates[dtype] > kind.flop_per_s:
+            continue
+        best = max(rates, key=lambda name: rates[name])
+        text = (
+            f"{kind.name} has no tensor cores for {dtype}: its products run at the rate of "
+            f"float32, {rates[dtype] / 1e12:.3g} TFLOP/s"
+        )
+        if rates[best] > rates[dtype]:
+            text += f'. Try: "precision": "{best}", {rates[best] / 1e12:.3g} TFLOP/s'
+        found.append(text)
+    return found
 
 
 def layer_times_decision(problem: Problem) -> Decision | None:

@@ -31,7 +31,7 @@ from itertools import permutations
 from math import prod
 
 from whale.annotation.scopes import GridShape
-from whale.cluster.cluster import Cluster
+from whale.cluster.cluster import Cluster, DeviceKind
 from whale.plans.grid import Grid
 from whale.plans.sharding import Sharding
 from whale.plans.virtual_devices import VirtualDevice
@@ -73,23 +73,26 @@ class Arranged:
 
     devices: tuple[VirtualDevice, ...]
     grid: Grid
-    factor: float
-    """time of the work, in units of what even shards on the slowest device take"""
     reason: str
 
+
+Speeds = Mapping[DeviceKind, float]
+"""of the work at hand, in any unit"""
 
 # ---- VirtualDevices
 
 
-def kinds_of(cluster: Cluster, device: VirtualDevice, dtype: str) -> tuple[tuple[float, int], ...]:
+def kinds_of(
+    cluster: Cluster, device: VirtualDevice, speeds: Speeds
+) -> tuple[tuple[float, int], ...]:
     """(speed, memory) of each place of a VirtualDevice whose devices are sorted by speed: the least
     of all replicas.
     """
-    ordered = [_by_speed(cluster, members, dtype) for members in device.ranks]
+    ordered = [_by_speed(cluster, members, speeds) for members in device.ranks]
     found = []
     for ranks in zip(*ordered, strict=True):
         kinds = [cluster.devices[rank].kind for rank in ranks]
-        speed = min(kind.rate(dtype) for kind in kinds)
+        speed = min(speeds[kind] for kind in kinds)
         found.append((speed, min(kind.memory_bytes for kind in kinds)))
     return tuple(found)
 
@@ -98,27 +101,26 @@ def arranged(
     cluster: Cluster,
     devices: Sequence[VirtualDevice],
     grid: Grid,
-    dtype: str,
+    speeds: Speeds,
     cuts: Mapping[str, Sequence[CutDim]],
 ) -> list[Arranged]:
     """VirtualDevices of the same kinds of devices in each order worth a try, with the best weights
     of each; empty where all devices are alike.
     """
-    kinds = kinds_of(cluster, devices[0], dtype)
+    kinds = kinds_of(cluster, devices[0], speeds)
     if len(set(kinds)) == 1:
         return []
-    speeds = [speed for speed, _ in kinds]
+    by_place = [speed for speed, _ in kinds]
     memories = [float(memory) for _, memory in kinds]
     capacity = memories if min(memories) > 0 else None
     result = []
-    for found in arrangements((grid.gx, grid.gy, grid.gz), speeds, cuts, capacity):
+    for found in arrangements((grid.gx, grid.gy, grid.gz), by_place, cuts, capacity):
         ordered = []
         for device in devices:
-            by_speed = [_by_speed(cluster, members, dtype) for members in device.ranks]
+            by_speed = [_by_speed(cluster, members, speeds) for members in device.ranks]
             ranks = tuple(tuple(members[number] for number in found.order) for members in by_speed)
             ordered.append(replace(device, ranks=ranks, grid=found.grid))
-        factor = found.time * grid.num_devices * min(speeds)
-        result.append(Arranged(tuple(ordered), found.grid, factor, found.reason))
+        result.append(Arranged(tuple(ordered), found.grid, found.reason))
     return result
 
 
@@ -140,12 +142,12 @@ def what_axes_cut(shardings: Iterable[Sharding], num_samples: int) -> dict[str, 
     }
 
 
-def _by_speed(cluster: Cluster, ranks: Sequence[int], dtype: str) -> list[int]:
+def _by_speed(cluster: Cluster, ranks: Sequence[int], speeds: Speeds) -> list[int]:
     """Ranks with the fastest first, equal ones in rank order."""
 
     def key(rank: int) -> tuple[float, int, int]:
         kind = cluster.devices[rank].kind
-        return -kind.rate(dtype), -kind.memory_bytes, rank
+        return -speeds[kind], -kind.memory_bytes, rank
 
     return sorted(ranks, key=key)
 

@@ -16,6 +16,11 @@ from whale.report.tables import add_row, make_table
 from whale.search.advice import Advice, Change
 from whale.units import human_bytes, human_rate, human_seconds
 
+INTERRUPTED = (
+    "Interrupted: these are the best plans so far, and what is missing in the tables was not "
+    "looked at."
+)
+NO_GAIN = "no faster plan found"
 NO_PRECISION = "These cards multiply fastest in the precision of the job."
 
 
@@ -38,6 +43,7 @@ def advice_json(advice: Advice) -> dict[str, Any]:
         "left_out": list(advice.left_out),
         "precision": list(advice.precision),
         "launch": advice.launch,
+        "interrupted": advice.is_interrupted,
     }
 
 
@@ -46,12 +52,12 @@ def _change_json(change: Change) -> dict[str, Any]:
     return {"what": change.what, "ranks": list(change.ranks), "ratio": ratio}
 
 
-def effect(ratio: float) -> str:
-    """`2 % slower`, `1.4x slower`, `nothing fits`."""
+def effect(ratio: float, same: str = "the same") -> str:
+    """`2 % slower`, `1.4x slower`, `nothing fits`. `same`: what is said where nothing changes."""
     if not math.isfinite(ratio):
         return "nothing fits"
     if abs(ratio - 1) < 0.005:
-        return "the same"
+        return same
     if ratio > 1:
         return f"{ratio:.2g}x slower" if ratio >= 1.2 else f"{100 * (ratio - 1):.2g} % slower"
     return f"{1 / ratio:.2g}x faster" if ratio <= 1 / 1.2 else f"{100 * (1 - ratio):.2g} % faster"
@@ -82,18 +88,23 @@ def print_advice(advice: Advice, console: Console | None = None) -> None:
             human_bytes(each.peak_bytes),
         )
     console.print(plans)
-    console.print(_changes_table("What devices contribute", advice.without))
+    if advice.is_interrupted:
+        console.print(INTERRUPTED)
+    if advice.without:
+        console.print(_changes_table("What devices contribute", advice.without))
     console.print(left_out_text(advice))
-    console.print(_changes_table("What a change would give", advice.changes))
+    if advice.changes:
+        console.print(_changes_table("What a change would give", advice.changes, NO_GAIN))
     for note in advice.precision or (NO_PRECISION,):
         console.print(note)
-    console.print(f"Start it: {advice.launch}")
+    console.print("Start it:")
+    console.print(advice.launch, soft_wrap=True, markup=False, highlight=False)
 
 
-def _changes_table(title: str, changes: Sequence[Change]) -> Table:
+def _changes_table(title: str, changes: Sequence[Change], same: str = "the same") -> Table:
     table = make_table(title, ("change", "step"))
     for change in changes:
-        add_row(table, change.what, effect(change.ratio))
+        add_row(table, change.what, effect(change.ratio, same))
     return table
 
 
@@ -122,18 +133,19 @@ def advice_html(advice: Advice) -> Markup:
         summary=f"{best.text}: {human_seconds(best.step_s)} a step",
         plans=Sheet(words, numbers, rows, best=rows[0]),
         without=_sheet("without", advice.without),
-        changes=_sheet("changes", advice.changes),
+        changes=_sheet("changes", advice.changes, NO_GAIN),
         left_out=left_out_text(advice),
         precision=advice.precision or (NO_PRECISION,),
         launch=advice.launch,
+        interrupted=INTERRUPTED if advice.is_interrupted else "",
     )
 
 
-def _sheet(name: str, changes: Sequence[Change]) -> Sheet:
+def _sheet(name: str, changes: Sequence[Change], same: str = "the same") -> Sheet:
     rows: list[Sequence[Cell]] = []
     for index, change in enumerate(changes):
-        cell: Cell = effect(change.ratio)
+        cell: Cell = effect(change.ratio, same)
         if math.isfinite(change.ratio):
-            cell = Figure(f"{name}.{index}.ratio", change.ratio, effect(change.ratio))
+            cell = Figure(f"{name}.{index}.ratio", change.ratio, effect(change.ratio, same))
         rows.append((change.what, cell))
     return Sheet(("change",), ("step",), rows)

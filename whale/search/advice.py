@@ -10,21 +10,29 @@ card, which may be left out, never makes a step longer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from whale.cluster.cluster import Cluster, Device, DeviceKind
 from whale.cluster.network import Link
+from whale.planning.planner import make_plan
 from whale.planning.problem import Problem
 from whale.planning.suggestions import with_more
 from whale.plans.plan import Plan
 from whale.search.budget import Budget
 from whale.search.candidate import Candidate, DeviceGroup, ReplicaChoice
-from whale.search.choose import data_parallel, none_fits, open_up
+from whale.search.choose import (
+    data_parallel,
+    is_annotated,
+    none_fits,
+    opened_up,
+    why_fixed,
+)
 from whale.search.drafting import Drafted
 from whale.search.point import Point
-from whale.search.search import Search, SearchProgress, search
-from whale.search.settings import OpenSettings
+from whale.search.precision import precision_notes
+from whale.search.search import Search, SearchProgress, new_search, search
+from whale.search.settings import OpenSettings, settled
 from whale.search.shapes import MOST_CLASSES, device_classes
 from whale.simulation.simulate import simulate
 from whale.simulation.timeline import Timeline
@@ -51,7 +59,9 @@ FASTER_LINK = 2.0
 """how much faster the links between hosts are in the question of what that would give"""
 DATA_PARALLEL = "data parallel"
 UNLIKE = "replicas that are not alike"
-PRECISIONS = ("fp32", "bf16", "fp16")
+OWN = "as the script asks for"
+OWN_SETTINGS = ("num_task_graph", "replicas", "colocate", "zero", "offload")
+"""settings that make a plan by hand"""
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,8 @@ class Advice:
     """devices that the best plan does without"""
     precision: tuple[str, ...]
     launch: str
+    is_interrupted: bool = False
+    """the plans are the best so far, and not all was asked about other clusters"""
 
     @property
     def best(self) -> RankedPlan:
@@ -106,29 +118,56 @@ class Advice:
 def advise(
     problem: Problem, launch: str, progress: Callable[[SearchProgress], None] = lambda _: None
 ) -> Advice:
-    """Raises ValueError where no plan fits."""
-    problem = replace(problem, config=open_up(problem.config))
-    done = search(problem, OpenSettings.of(problem), progress=progress)
+    """Raises ValueError where no plan fits. An interrupt ends it with what is known so far."""
+    own = _own_plan(problem)
+    problem = opened_up(problem)
+    done = new_search(problem, OpenSettings.of(problem), progress=progress)
+    done.run()
     plain, _ = data_parallel(problem)
     if plain is None and done.best is None:
+        if done.is_interrupted:
+            raise KeyboardInterrupt
         raise ValueError(none_fits(problem, done))
-    _draft_other_kinds(done)
-    asking = _Asking(problem, done, None if plain is None else plain[0])
-    without = asking.without()
+    asking = _Asking(problem, done, None if plain is None else plain[0], own)
+    without: list[Change] = []
+    changes: list[Change] = []
+    is_interrupted = done.is_interrupted
+    if not is_interrupted:
+        try:
+            _draft_other_kinds(done)
+            for each in asking.without():  # what was answered before an interrupt stays
+                without.append(each)
+            for each in asking.changes():
+                changes.append(each)
+        except KeyboardInterrupt:
+            is_interrupted = True
     ranked = asking.ranked()
+    step_s = ranked[0].step_s
     return Advice(
         plans=ranked,
-        without=tuple(
-            replace(each, ratio=max(1.0, each.ratio / ranked[0].step_s)) for each in without
-        ),
-        changes=tuple(
-            replace(each, ratio=min(1.0, each.ratio / ranked[0].step_s))
-            for each in asking.changes()
-        ),
+        without=tuple(replace(each, ratio=max(1.0, each.ratio / step_s)) for each in without),
+        changes=tuple(replace(each, ratio=min(1.0, each.ratio / step_s)) for each in changes),
         left_out=tuple(_left_out(problem.cluster, ranked[0].plan)),
         precision=tuple(precision_notes(problem)),
         launch=launch,
+        is_interrupted=is_interrupted,
     )
+
+
+def _own_plan(problem: Problem) -> RankedPlan | None:
+    """The plan by the annotations and settings of the script; None where it has none, or they do
+    not fit. Raises ValueError where they contradict each other.
+    """
+    why = why_fixed(problem)
+    config = problem.config
+    is_set = any(config.is_given(key) and getattr(config, key) for key in OWN_SETTINGS)
+    if why is None or not (is_annotated(problem) or is_set):
+        return None
+    try:
+        plan, _ = make_plan(replace(problem, config=settled(config), is_advised=False))
+    except ValueError:
+        return None
+    return RankedPlan(OWN, why, plan, simulate(plan))
 
 
 def _draft_other_kinds(done: Search) -> None:
@@ -165,18 +204,24 @@ class _Asking:
     """on the cluster as it is"""
     plain: Plan | None
     """data parallelism on it"""
+    own: RankedPlan | None
+    """what the script asks for"""
 
     def ranked(self) -> tuple[RankedPlan, ...]:
         """The best plan of each kind, the fastest first."""
         found: dict[str, RankedPlan] = {}
         if self.plain is not None:
             timeline = simulate(self.plain)
-            found[DATA_PARALLEL] = RankedPlan(DATA_PARALLEL, DATA_PARALLEL, self.plain, timeline)
+            number = self.problem.cluster.num_devices
+            text = f"the whole model on each of {number} devices, samples by speed"
+            found[DATA_PARALLEL] = RankedPlan(DATA_PARALLEL, text, self.plain, timeline)
         for drafted in sorted(self.done.drafted, key=lambda each: each.score_s):
             kind = kind_of(drafted.candidate, self.problem.cluster.num_devices)
             if kind not in found or drafted.step_s < found[kind].step_s:
                 text = drafted.candidate.describe()
                 found[kind] = RankedPlan(kind, text, drafted.plan, simulate(drafted.plan))
+        if self.own is not None:
+            found[self.own.kind] = self.own
         return tuple(sorted(found.values(), key=lambda each: each.step_s))
 
     @property
@@ -185,7 +230,7 @@ class _Asking:
         drafted = sorted(self.done.drafted, key=lambda each: each.score_s)
         return [each.candidate for each in drafted[:CARRIED]]
 
-    def without(self) -> list[Change]:
+    def without(self) -> Iterator[Change]:
         """Seconds of a step without one device of each class, and without each host. Plans that are
         faster than the best so far are taken over.
         """
@@ -194,7 +239,7 @@ class _Asking:
         for each in device_classes(cluster):
             rank = each.ranks[-1]
             is_one = len(each.ranks) == 1
-            alike = "" if is_one else f", as any of {len(each.ranks)} {each.kind.name}"
+            alike = "" if is_one else f", or any other of ranks {ranges(each.ranks)}"
             text = f"without rank {rank} ({each.kind.name}{alike})"
             found.append((Change(text, math.inf, each.ranks), {rank}))
         if 1 < len(cluster.hosts) <= MOST_CLASSES:
@@ -203,12 +248,11 @@ class _Asking:
                 found.append(
                     (Change(f"without host {host}", math.inf, tuple(sorted(ranks))), ranks)
                 )
-        changes = []
-        for change, ranks in found:
+        for number, (change, ranks) in enumerate(found, start=1):
+            self.done.report("clusters without some devices", number, len(found))
             left = [device for device in cluster.devices if device.rank not in ranks]
             if left:
-                changes.append(replace(change, ratio=self._seconds_on(left)))
-        return changes
+                yield replace(change, ratio=self._seconds_on(left))
 
     def _seconds_on(self, left: Sequence[Device]) -> float:
         """Seconds of a step on some of the devices."""
@@ -225,20 +269,19 @@ class _Asking:
                 self.done.draft(_on_ranks(best.candidate, old_ranks))
         return step_s
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> Iterator[Change]:
         """Seconds of a step with one more card of each kind, and with faster links."""
         cluster = self.problem.cluster
-        changes = []
         for device in _one_of_each(cluster):
+            self.done.report(f"one more {device.kind.name}", 1, 1)
             more = with_more(cluster, device, 1)
             seeds = [*self._best, *(_with_card(each, more) for each in self._best)]
             what = f"one more {device.kind.name} on host {device.host}"
-            changes.append(Change(what, self._quick(more, seeds)[0]))
+            yield Change(what, self._quick(more, seeds)[0])
         if len(cluster.hosts) > 1:
             changed = _faster_links(cluster)
             what = f"links between hosts {FASTER_LINK:g} times as fast"
-            changes.append(Change(what, self._quick(changed, self._best)[0]))
-        return changes
+            yield Change(what, self._quick(changed, self._best)[0])
 
     def _quick(self, cluster: Cluster, seeds: Sequence[Candidate]) -> tuple[float, Drafted | None]:
         """(seconds of the best plan of a quick search, infinite where nothing fits, that plan unless
@@ -360,20 +403,3 @@ def _one_of_each(cluster: Cluster) -> list[Device]:
     for device in cluster.devices:
         found.setdefault((device.kind, device.host), device)
     return list(found.values())[:MOST_CLASSES]
-
-
-def precision_notes(problem: Problem) -> list[str]:
-    """Which precision the cards want: rates of matrix products, as far as they are known."""
-    asked = problem.config.dtype
-    notes = []
-    for kind in dict.fromkeys(device.kind for device in problem.cluster.devices):
-        rates = {name: kind.rate(name) for name in PRECISIONS}
-        best = max(rates, key=lambda name: (rates[name], name == asked))
-        if rates[best] > 1.05 * rates[asked]:
-            gain = rates[best] / rates[asked]
-            slow = " (it has no tensor cores for it)" if rates[asked] == kind.flop_per_s else ""
-            notes.append(
-                f"{kind.name}: {asked}{slow} multiplies at {rates[asked] / 1e12:.3g} TFLOP/s; "
-                f'"precision": "{best}" at {rates[best] / 1e12:.3g}, {gain:.2g} times as fast'
-            )
-    return notes

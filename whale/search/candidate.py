@@ -151,7 +151,7 @@ class Candidate:
         return tuple(sorted(replicas)), self.memory
 
     def describe(self) -> str:
-        """One line for people: `2 replicas of 3 + 4 devices, 8 micro-batches, auto`."""
+        """One line for people: `2 stages on 3 + 4 devices, 8 micro-batches, schedule auto`."""
         memory = f", {self.memory.text}" if self.memory.text else ""
         if not self.are_alike:
             parts = [_describe_replica(replica) for replica in self.replicas]
@@ -168,7 +168,7 @@ def _describe_replica(replica: ReplicaChoice) -> str:
     chunks = f" x {replica.num_chunks} chunks" if replica.num_chunks > 1 else ""
     devices = _widths(replica.widths)
     split = _split(replica)
-    pipeline = "" if len(replica.groups) == 1 else f", {replica.schedule}"
+    pipeline = "" if len(replica.groups) == 1 else f", schedule {replica.schedule}"
     micro_batches = count(replica.num_micro_batch, "micro-batch")
     return f"{stages}{chunks} on {devices}{split}, {micro_batches}{pipeline}"
 

@@ -4,7 +4,7 @@ where they leave something open.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from whale.cluster.cluster import Device
@@ -35,6 +35,9 @@ OFFER = Budget(estimates=100, cut_moves=40, drafts=1, split=1, tensor=0, zero=1,
 FURTHER = (1, 2, 4, 8)
 SMALLER = (2, 4, 8)
 """devices more, and parts of the batch, that are tried where nothing fits"""
+
+_CHOSEN = ("num_task_graph", "num_micro_batch", "schedule", "recompute", "num_waves", "zero")
+"""settings that the search chooses where they are open"""
 
 Report = Callable[[SearchProgress], None]
 
@@ -171,7 +174,9 @@ def _best_of(
         if best.score_s > (1 - LEAST_GAIN) * score_s:
             why = f"{_counts(done)}; the best other plan takes {human_seconds(best.step_s)}"
             return _with_decision(problem, plain, why)
-    return _with_decision(problem, (best.plan, best.assignment), _why(done, best, plain), best)
+    made = (best.plan, best.assignment)
+    left_over = () if done.slices is None else done.slices.left_over
+    return _with_decision(problem, made, _why(done, best, plain), best, left_over)
 
 
 def _why(done: Search, best: Drafted, plain: tuple[Plan, Assignment] | None) -> str:
@@ -191,8 +196,9 @@ def _why(done: Search, best: Drafted, plain: tuple[Plan, Assignment] | None) -> 
 
 def _counts(done: Search) -> str:
     interrupted = ", interrupted" if done.is_interrupted else ""
+    sliced = "" if done.slices is None else f", {done.slices.text}"
     estimates = count(done.num_estimates, "arrangement")
-    return f"{estimates} estimated, {count(len(done.tried), 'plan')} made{interrupted}"
+    return f"{estimates} estimated, {count(len(done.tried), 'plan')} made{sliced}{interrupted}"
 
 
 def _with_decision(
@@ -200,14 +206,26 @@ def _with_decision(
     made: tuple[Plan, Assignment],
     why: str,
     best: Drafted | None = None,
+    left_over: Sequence[int] = (),
 ) -> tuple[Plan, Assignment]:
+    """The plan with what the search says of it. `left_over`: ranks that are in no slice of a large
+    cluster.
+    """
     plan, assignment = made
     choice = "data parallel" if best is None else best.candidate.describe()
     decisions = [Decision(STRATEGY, choice, why)]
     left_out = () if best is None else best.candidate.left_out(problem.cluster.num_devices)
-    if left_out:
+    slower = [rank for rank in left_out if rank not in left_over]
+    over = [rank for rank in left_out if rank in left_over]
+    if slower:
         text = "with them a step takes longer: they would be waited for, or hold gradients up"
-        decisions.append(Decision("devices left out", f"rank {ranges(left_out)}", text))
+        decisions.append(Decision("devices left out", f"rank {ranges(slower)}", text))
+    if over:
+        text = (
+            "their hosts are too many or too few for equal slices of the cluster, and plans with "
+            "them were not searched"
+        )
+        decisions.append(Decision("devices left out", f"rank {ranges(over)}", text))
     why_one = OpenSettings.of(problem).why_one_micro_batch
     if why_one is not None:
         text = f'{why_one}. "num_micro_batch" as a number or "auto" changes that'
@@ -222,20 +240,21 @@ def _nothing_fits(problem: Problem, done: Search, refused: ValueError | None) ->
     if refused is not None:
         first = str(refused)
     fixed = _fixed_names(problem.config)
-    if fixed:
-        return DoesNotFit(f"{first}. {_without_fixed(problem, done, fixed)}")
-    return DoesNotFit(f"{first}. {none_fits(problem, done)}")
+    try:
+        why = _without_fixed(problem, done, fixed) if fixed else none_fits(problem, done)
+    except KeyboardInterrupt:  # what is refused is known, what would help is not
+        why = f"Searched: {_counts(done)}, none fits; interrupted before a change was found that helps"
+    return DoesNotFit(f"{first}. {why}")
 
 
 def _fixed_names(config: Config) -> list[str]:
     """The settings that hold, as the user wrote them."""
-    names = ("num_task_graph", "num_micro_batch", "schedule", "recompute", "num_waves", "zero")
-    return [f'"{name}": {getattr(config, name)}' for name in names if not is_open(config, name)]
+    return [f'"{name}": {getattr(config, name)}' for name in _CHOSEN if not is_open(config, name)]
 
 
 def _without_fixed(problem: Problem, done: Search, fixed: list[str]) -> str:
     """Whether it is the fixed settings that make every plan impossible."""
-    opened = replace(problem, config=open_up(problem.config))
+    opened = opened_up(problem)
     best = search(opened, OpenSettings.of(opened), budget=OFFER).best
     if best is None:
         return none_fits(problem, done)
@@ -248,24 +267,26 @@ def _without_fixed(problem: Problem, done: Search, fixed: list[str]) -> str:
 
 def _with_offer(problem: Problem, error: DoesNotFit) -> DoesNotFit:
     """The refusal of a hand-made plan with one that fits, found by the search; as it is where
-    annotations hold, or nothing fits.
+    a change of the annotations is known to help, or nothing fits.
     """
-    if is_annotated(problem) or problem.config.colocate:
+    is_helped = "Try: " in str(error)
+    is_marked = is_annotated(problem) or problem.config.colocate
+    if is_marked and is_helped:
         return error
-    open_config = open_up(problem.config)
-    done = search(
-        replace(problem, config=open_config),
-        OpenSettings.of(replace(problem, config=open_config)),
-        budget=OFFER,
-    )
-    best = done.best
-    if best is None:
-        if "Try: " in str(error):
-            return error
-        return DoesNotFit(f"{error}. {none_fits(problem, done)}")
+    opened = opened_up(problem)
+    try:
+        done = search(opened, OpenSettings.of(opened), budget=OFFER)
+        best = done.best
+        if best is None:
+            if is_marked or is_helped:
+                return error
+            return DoesNotFit(f"{error}. {none_fits(problem, done)}")
+    except KeyboardInterrupt:  # the refusal is not lost with what would be offered
+        return error
     text, tries, changes = str(error).partition(" No change helps")[0].partition(" Try: ")
+    what = "annotations" if is_annotated(problem) else "these settings"
     offer = (
-        f'{text.rstrip(".")}. "strategy": "auto" without these settings finds a plan that fits: '
+        f'{text.rstrip(".")}. "strategy": "auto" without {what} finds a plan that fits: '
         f"{best.candidate.describe()}, {human_seconds(best.step_s)} a step"
     )
     return DoesNotFit(f"{offer}.{tries}{changes}" if tries else offer)
@@ -274,9 +295,15 @@ def _with_offer(problem: Problem, error: DoesNotFit) -> DoesNotFit:
 def open_up(config: Config) -> Config:
     """The config with everything that the search chooses left open."""
     given = {key: value for key, value in config.to_dict().items() if config.is_given(key)}
-    for key in ("num_task_graph", "num_micro_batch", "schedule", "num_waves", "recompute", "zero"):
+    for key in (*_CHOSEN, "replicas", "colocate"):
         given.pop(key, None)
     return Config({**given, "strategy": AUTO})
+
+
+def opened_up(problem: Problem) -> Problem:
+    """The problem with everything that the search chooses left open, annotations too."""
+    config = open_up(problem.config)
+    return replace(problem, config=config, marks={}, default_strategy=None)
 
 
 def none_fits(problem: Problem, done: Search) -> str:
@@ -323,7 +350,7 @@ def _least_change(problem: Problem) -> str:
     """The fewest further devices and the largest smaller batch that fit, each tried by a short
     search in steps of two.
     """
-    opened = replace(problem, config=open_up(problem.config))
+    opened = opened_up(problem)
     largest = _largest_device(problem)
     found = []
     for number in FURTHER:

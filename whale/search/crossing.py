@@ -42,6 +42,12 @@ class Boundary:
             slowest = max(slowest, link.seconds(samples * sample_bytes))
         return slowest
 
+    def link_seconds(self, sample_bytes: float) -> float:
+        """Seconds that the slowest message takes its link, on which the next one waits."""
+        return max(
+            (link.sending_s(samples * sample_bytes) for samples, link in self.messages), default=0.0
+        )
+
 
 def boundary_of(crossings: Sequence[tuple[GroupMessages, int]]) -> Boundary:
     """What several replicas send: (messages of one of them, its samples of a micro-batch) each."""

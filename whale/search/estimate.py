@@ -18,6 +18,7 @@ The step: every stage must do all its micro-batches, after the way to it and bef
 
     T = max over k of  (ways to k) + M t_k + (ways back from k)                                  (3)
 
+or a link or network card must carry its messages of all micro-batches, which may take longer;
 and at the end gradients are all-reduced, stage by stage as they close, and weights updated. The
 bound is the same with no ways, no messages and all devices busy all the time.
 """
@@ -407,7 +408,8 @@ class Estimator:
         busy = [0.0] * point.shape.num_stages
         for index, group in enumerate(point.group_of_stage):
             busy[group] += point.num_micro_batch * (forward[index] + backward[index])
-        longest = max(cards.values(), default=0.0) * point.num_micro_batch
+        link_s = self.messages.busiest_link_seconds(point, ready.boundaries, bounds)
+        longest = point.num_micro_batch * max([link_s, *cards.values()])
         way = 0.0
         for index in range(point.shape.num_stages):  # the first stage of every group
             longest = max(longest, way + busy[index])

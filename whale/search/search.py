@@ -32,8 +32,9 @@ from whale.search.outline import Outline
 from whale.search.point import Estimate, Point, Shape
 from whale.search.settings import OpenSettings
 from whale.search.shapes import shapes, subsets
-from whale.search.slices import draft_slices
+from whale.search.slices import Slices, draft_slices
 from whale.search.split_drafts import draft_split, draft_tensor_groups
+from whale.units import human_seconds
 
 LOOKED_AT = 3
 """so many times more estimates get their best cuts than are drafted"""
@@ -66,7 +67,17 @@ class SearchProgress:
     what: str
     done: int
     of: int
+    """0: not known"""
     best: Drafted | None
+
+    @property
+    def text(self) -> str:
+        """What is tried, and the best so far, in one line."""
+        tried = f"{self.what} {self.done} of {self.of}" if self.of else f"{self.what} {self.done}"
+        if self.best is None:
+            return f"search: {tried}; no plan yet"
+        best = f"{human_seconds(self.best.step_s)} a step, {self.best.candidate.describe()}"
+        return f"search: {tried}; best so far: {best}"
 
 
 @dataclass
@@ -85,6 +96,8 @@ class Search:
     least_short_s: float = math.inf
     """what the fastest of the points may take that memory keeps from fitting, or has recompute"""
     is_interrupted: bool = False
+    slices: Slices | None = None
+    """of a large cluster, one of which was searched; None: the whole cluster was"""
 
     def __post_init__(self) -> None:
         self.outline = Outline(self.problem)
@@ -182,7 +195,7 @@ class Search:
                 found.append(estimate)
                 least = min(least, estimate.step_s)
             if self.num_estimates % 50 == 0:
-                self.report("estimates", self.num_estimates, self.budget.estimates)
+                self.report("estimates", self.num_estimates, 0)
         return sorted(found, key=lambda each: each.step_s)
 
     def estimator_of(self, memory: MemoryChoice, num_samples: int | None = None) -> Estimator:
@@ -493,7 +506,11 @@ def search(
     progress: Callable[[SearchProgress], None] = lambda _: None,
     seeds: Sequence[Candidate] = (),
 ) -> Search:
-    """A finished search. `seeds`: candidates that are drafted first."""
+    """A finished search. `seeds`: candidates that are drafted first. An interrupt goes on to the
+    caller: what half a search did not find says nothing.
+    """
     made = new_search(problem, settings, budget, progress, seeds)
     made.run()
+    if made.is_interrupted:
+        raise KeyboardInterrupt
     return made

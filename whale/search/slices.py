@@ -1,24 +1,23 @@
 """Many hosts that are alike: the search looks at one slice of the cluster and repeats what it finds.
 
 Hosts with the same devices, links and memories are alike. Where the number of each sort of them
-divides by k, and the mini-batch does, a plan for 1/k of the hosts with 1/k of the samples, k times,
-is a plan of everything: k times as many model replicas, each as in the slice. Only the all-reduces at
-the end of a step go over more ranks, so the best plans of the slice are drafted on all devices, and
-the fastest of these counts; and one slice alone, for models so small that the others only hold it
-up. The search takes as long for ten thousand devices as for a thousand; what grows is the draft.
+divides by k, a plan for 1/k of the hosts with 1/k of the samples, k times, is a plan of everything:
+k times as many model replicas, each as in the slice. Only the all-reduces at the end of a step go
+over more ranks, so the best plans of the slice are drafted on all devices, and the fastest of these
+counts; and one slice alone, for models so small that the others only hold it up. Where the hosts of a
+sort do not divide, k is the number that leaves fewest devices over; they take no part, and the plan
+says so. The search takes as long for ten thousand devices as for a thousand; what grows is the draft.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import gcd
 from typing import TYPE_CHECKING
 
 from whale.cluster.cluster import Cluster, Device
 from whale.search.candidate import Candidate
-from whale.search.drafting import DRAFT_TRIES
+from whale.search.drafting import DRAFT_TRIES, Drafted
 from whale.search.point import Point, Shape
 
 if TYPE_CHECKING:
@@ -26,6 +25,12 @@ if TYPE_CHECKING:
 
 MOST_DEVICES = 1024
 """of a slice; clusters with more are sliced"""
+NEAR = 1.05
+"""plans of a slice that take at most so many times the best are repeated as well, where a draft takes
+long: all-reduces over more ranks may change which is the best
+"""
+LEAST_USED = 0.95
+"""of the devices must be in slices; with more left over, the whole cluster is searched"""
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,12 @@ class Slices:
     """the first of them, as a cluster of its own"""
     ranks: tuple[tuple[int, ...], ...]
     """by slice: rank in the whole cluster of every rank of a slice"""
+    left_over: tuple[int, ...] = ()
+    """ranks of hosts that are in no slice, since those of their sort do not divide"""
 
     @staticmethod
     def of(cluster: Cluster, number: int) -> Slices:
-        """So many slices; the hosts of every sort divide."""
+        """So many slices, with the same hosts of every sort."""
         places: list[tuple[int, ...]] = []
         for hosts in _hosts_alike(cluster):
             per_slice = len(hosts) // number
@@ -58,7 +65,18 @@ class Slices:
             host_links=tuple(each for each in cluster.host_links if each.host in hosts_here),
             memories=tuple(each for each in cluster.memories if each.host in hosts_here),
         )
-        return Slices(part, tuple(zip(*places, strict=True)))
+        used = {rank for own in places for rank in own}
+        left_over = tuple(each.rank for each in cluster.devices if each.rank not in used)
+        return Slices(part, tuple(zip(*places, strict=True)), left_over)
+
+    @property
+    def text(self) -> str:
+        """What was searched, in words."""
+        number = len(self.ranks)
+        return (
+            f"searched on one of {number} slices of {self.cluster.num_devices} devices that are "
+            "alike, and repeated"
+        )
 
     def repeated(self, candidate: Candidate, number: int | None = None) -> Candidate:
         """What a candidate does on one slice, on so many of them; None: on all."""
@@ -88,18 +106,26 @@ def _hosts_alike(cluster: Cluster) -> list[list[tuple[int, ...]]]:
 
 
 def slice_numbers(cluster: Cluster, batch_size: int) -> list[int]:
-    """Into how many slices a cluster may be cut: first the largest that are small enough, then the
-    next larger ones, for models that do not fit on those. Empty: the cluster is small, or its
-    hosts are not alike.
+    """Into how many slices a cluster may be cut: first into those that are small enough, then into
+    larger ones, for models that do not fit on those. Empty: the cluster is small, or its hosts are
+    not alike.
     """
     if cluster.num_devices <= MOST_DEVICES or cluster.pair_links:
         return []
-    common = gcd(batch_size, *(len(hosts) for hosts in _hosts_alike(cluster)))
-    numbers = [number for number in range(2, common + 1) if common % number == 0]
-    for few, many in pairwise([1, *numbers]):
-        if cluster.num_devices <= many * MOST_DEVICES:
-            return [many, few][: 1 + (few > 1)]
-    return numbers[-1:]
+    sorts = [(len(hosts), len(hosts[0])) for hosts in _hosts_alike(cluster)]
+
+    def used(number: int) -> int:
+        """Devices in so many slices."""
+        return sum(hosts // number * number * devices for hosts, devices in sorts)
+
+    fewest = -(-cluster.num_devices // MOST_DEVICES)
+    found = []
+    for numbers in (range(fewest, 2 * fewest), range(-(-fewest // 2), fewest)):
+        own = [number for number in numbers if 1 < number <= batch_size]
+        best = max(own, key=lambda each: (used(each), batch_size % each == 0, -each), default=0)
+        if best and used(best) >= LEAST_USED * cluster.num_devices:
+            found.append(best)
+    return found
 
 
 def draft_slices(search: Search) -> bool:
@@ -108,16 +134,21 @@ def draft_slices(search: Search) -> bool:
     numbers = slice_numbers(problem.cluster, problem.batch_size)
     if not numbers or search.most_wide == 1:  # 1: there may be one model replica only
         return False
-    tries = None if search.budget.polished else DRAFT_TRIES
+    is_vast = not search.budget.polished
+    tries = DRAFT_TRIES if is_vast else None
     for number in numbers:
         slices = Slices.of(problem.cluster, number)
         part = replace(problem, cluster=slices.cluster, batch_size=problem.batch_size // number)
         inner = search.on(part)
+        search.slices = slices  # an interrupt may end it here
         inner.run()
         search.num_estimates += inner.num_estimates
-        for candidate in _best_first(inner):
+        for drafted in _best_first(inner):
+            is_near = inner.best is not None and drafted.score_s <= NEAR * inner.best.score_s
+            if is_vast and search.best is not None and not is_near:
+                break
             search.report("slices", len(search.drafted), search.budget.drafts)
-            search.draft(slices.repeated(candidate), tries)
+            search.draft(slices.repeated(drafted.candidate), tries)
             if inner.is_interrupted and search.best is not None:
                 raise KeyboardInterrupt
             if len(search.drafted) >= search.budget.drafts:
@@ -127,6 +158,7 @@ def draft_slices(search: Search) -> bool:
         _draft_one_slice(search, slices, inner)
         if search.best is not None:
             return True
+        search.slices = None
     return False
 
 
@@ -152,10 +184,10 @@ def _draft_one_slice(search: Search, slices: Slices, inner: Search) -> None:
     search.draft(replace(alone, replicas=tuple(replicas)))
 
 
-def _best_first(inner: Search) -> Iterator[Candidate]:
-    """Candidates of a search, each once though it may have been drafted with several orders."""
+def _best_first(inner: Search) -> Iterator[Drafted]:
+    """Plans of a search, each candidate once though it may have been drafted with several orders."""
     seen = set()
     for drafted in sorted(inner.drafted, key=lambda each: each.score_s):
         if drafted.candidate not in seen:
             seen.add(drafted.candidate)
-            yield drafted.candidate
+            yield drafted

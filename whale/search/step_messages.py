@@ -48,6 +48,22 @@ class StepMessages:
             seconds.append(boundary.seconds(crossing))
         return seconds, cards
 
+    def busiest_link_seconds(
+        self, point: Point, boundaries: Sequence[Boundary], bounds: Sequence[int]
+    ) -> float:
+        """Seconds of one micro-batch on the busiest of the links between two groups: activations
+        that go one way and gradients that come back the other way between the same groups share it.
+        """
+        taken: dict[tuple[int, int], float] = {}
+        ways = pairwise(point.group_of_stage)
+        for index, ((source, destination), boundary) in enumerate(
+            zip(ways, boundaries, strict=True)
+        ):
+            seconds = boundary.link_seconds(self.memory.crossing[bounds[index + 1]])
+            for way in ((source, destination), (destination, source)):
+                taken[way] = taken.get(way, 0.0) + seconds
+        return max(taken.values(), default=0.0)
+
     def boundaries(self, point: Point, samples: Sequence[int]) -> list[Boundary]:
         """What is sent behind every stage but the last."""
         found: list[Boundary] = []

@@ -1,0 +1,53 @@
+"""Which precision the cards of a cluster want, by their rates of matrix products."""
+
+from __future__ import annotations
+
+from whale.planning.problem import HALF_PRECISIONS, Problem
+
+PRECISIONS = ("fp32", *HALF_PRECISIONS)
+WORTH_IT = 1.05
+"""times faster: less is not worth a change"""
+
+
+def precision_notes(problem: Problem) -> list[str]:
+    """Sentences on each kind that another precision than the job's is faster on, then on all
+    devices together, since all ranks compute in one.
+    """
+    asked = problem.dtype
+    devices = problem.cluster.devices
+    wanted = []
+    notes = []
+    for kind in dict.fromkeys(device.kind for device in devices):
+        rates = {name: kind.rate(name) for name in (asked, *PRECISIONS)}
+        best = max(rates, key=lambda name: rates[name])
+        if rates[best] <= WORTH_IT * rates[asked]:
+            continue
+        wanted.append(best)
+        is_slow = asked in HALF_PRECISIONS and rates[asked] <= kind.flop_per_s
+        slow = " (it has no tensor cores for it)" if is_slow else ""
+        notes.append(
+            f"{kind.name}: {asked}{slow} multiplies at {_tera(rates[asked])} TFLOP/s; "
+            f'"precision": "{best}" at {_tera(rates[best])}, {rates[best] / rates[asked]:.2g} '
+            "times as fast"
+        )
+    totals = {}
+    for name in (*PRECISIONS, "tf32"):
+        totals[name] = sum(device.kind.rate(name) for device in devices)
+    has_tf32 = asked == "fp32" and all(device.kind.has_tf32 for device in devices)
+    if has_tf32 and totals["tf32"] > WORTH_IT * totals["fp32"]:
+        notes.append(
+            'float32 products in TF32, torch.set_float32_matmul_precision("high"): '
+            f"{totals['tf32'] / totals['fp32']:.2g} times as fast, all devices together"
+        )
+    best = max(PRECISIONS, key=lambda name: totals[name])
+    if len(set(wanted)) > 1 or (wanted and best not in wanted):
+        compared = ", ".join(f"{name} {_tera(totals[name])}" for name in PRECISIONS)
+        notes.append(
+            f'All ranks compute in one precision: "{best}" is the fastest, all devices together '
+            f"(TFLOP/s: {compared})"
+        )
+    return notes
+
+
+def _tera(rate: float) -> str:
+    return f"{rate / 1e12:.3g}"
