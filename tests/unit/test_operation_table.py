@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-import whale.capture.expert_product  # noqa: F401  (registers whale.expert_mm)
+import whale.capture.expert_product  # registers whale.expert_mm
+import whale.capture.samples  # noqa: F401  (registers the rules)
+from whale.capture.sample_states import RULES
 from whale.dtypes import is_differentiable
 from whale.operations.flops import Value
 from whale.operations.nodes import op_name
@@ -489,6 +491,15 @@ def _lookups() -> list[tuple[Any, ...]]:
         (aten.scatter.src, (x, 1, I(1, 3, 1, 6), T(3, 1, 6))),
         (aten.scatter_add.default, (x, 1, I(4, 3, 2, 6), T(3, 2, 6))),
         (aten.one_hot.default, (I(5, 3, 4), 5)),
+        (aten.embedding.default, (T(5, 6), I(5, 3, 4)), {"scale_grad_by_freq": True}),
+        (aten.masked_scatter.default, (x, B(4, 6), x + 1)),
+        (aten.take.default, (x, I(72, 3, 2))),
+        (aten.put.default, (x, I(72, 3), T(3))),
+        (aten.unique_consecutive.default, (x,)),
+        (aten.unique_dim.default, (x, 1)),
+        (aten.nonzero.default, (B(3, 6),)),
+        (aten.kron.default, (T(3, 2), T(2, 3))),
+        (aten.isin.Tensor_Tensor, (I(5, 3, 4), I(5, 2))),
     ]
 
 
@@ -656,6 +667,11 @@ def _batch_first_examples() -> list[tuple[Any, ...]]:
         (aten._upsample_bilinear2d_aa.default, (image, [5, 5], False)),
         (aten._upsample_bicubic2d_aa.default, (image, [5, 5], False)),
     ]
+
+
+def test_rows_name_the_rules_of_the_walk_over_the_samples() -> None:
+    """A new operation is described in one place: its row names its rule, and each rule is used."""
+    assert {row.samples for row in TABLE.values()} - {""} == set(RULES)
 
 
 BATCH_FIRST = _batch_first_examples()

@@ -153,13 +153,14 @@ def value_slot(node: Node, operand: Node) -> str | None:
 
 Rule = Callable[["SampleFlow", Node, dict[str, Any]], State | tuple[State, ...]]
 RULES: dict[str, Rule] = {}
+"""by the name that rows of the table have in `samples`"""
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for operations about which their row does not say all."""
+def rule(name: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for operations whose letters do not say all."""
 
     def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, function))
+        RULES[name] = function
         return function
 
     return register

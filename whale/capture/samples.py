@@ -54,6 +54,7 @@ from whale.capture.sample_states import (
 )
 from whale.operations.nodes import named_args, op_name
 from whale.operations.operation import ONLY_FIRST, Shapes, other_prime
+from whale.operations.row import Row
 from whale.operations.table import CASTS, COUNTERS, CREATORS, POINTWISE_LOSSES, row_of
 
 
@@ -240,12 +241,14 @@ class SampleFlow:
                 return state
         if any(isinstance(state, Summed) for state in states):
             return linear_state(self, node, args)
-        if any(isinstance(state, PerSample) and state.position for state in states):
-            row = row_of(node)
-            if not row.moves and not row.reads_position:
-                return Mixed(node, POSITION_USED.format(name=name))
-        if name == "repeat_interleave" or any(isinstance(state, PerSample) for state in states):
-            return self._rule(node)(self, node, args)
+        row = row_of(node)
+        samples = [state for state in states if isinstance(state, PerSample)]
+        uses_position = any(state.position for state in samples)
+        if uses_position and not row.moves and not row.reads_position:
+            return Mixed(node, POSITION_USED.format(name=name))
+        # rows that are repeated once for each sample have the samples inside of them
+        if samples or row.samples == "interleave":
+            return self._rule(row, args)(self, node, args)
         return self.by_shape(node, 1)
 
     def _counted(self, node: Node, args: dict[str, Any]) -> Position:
@@ -258,12 +261,12 @@ class SampleFlow:
         )
         return Position(rows * step, start) if known and rows else Position(0)
 
-    def _rule(self, node: Node) -> Rule:
-        """A rule of its own where the table does not say all, else the row of the table."""
-        name = op_name(node)
-        if "reduction" in named_args(node) and name not in POINTWISE_LOSSES:
+    @staticmethod
+    def _rule(row: Row, args: dict[str, Any]) -> Rule:
+        """The rule that a row names, else the one that follows its letters."""
+        if "reduction" in args and row.name not in POINTWISE_LOSSES:
             return loss_state
-        return RULES.get(name, row_state)
+        return RULES[row.samples] if row.samples else row_state
 
     # ----------------------------------------------------------------------------------------------
     # shared by the rules

@@ -72,7 +72,7 @@ def keeps_precision(op: Operation) -> bool:
 
 add_rows("add sub subtract rsub", dims=pointwise, linear=_pair, affine=in_all)
 add_rows("mul multiply", dims=pointwise, linear=in_each)
-add_rows("add sub mul", reads_position=True)
+add_rows("add sub mul", samples="counting", reads_position=True)
 add_rows("div divide true_divide", dims=pointwise, linear=_numerator)
 add_rows("where", linear=_branches, affine=_branches)
 add_rows("masked_fill", linear=_filled_with_zero)

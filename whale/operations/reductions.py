@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from whale.operations.elementwise import pointwise
 from whale.operations.operation import Label, Labels, Operation, dims_of, letters
-from whale.operations.row import PARTIAL, SAME, Dims, add_rows, dims, in_first, row
+from whale.operations.row import PARTIAL, SAME, Dims, add_rows, dims, in_first, needed_whole, row
 
 OVER_SAMPLES = "`{name}` is taken over all samples"
 
@@ -104,7 +104,7 @@ def argmax(op: Operation) -> Dims | None:
     """The largest of everyone's largest; the same on all devices then."""
     labels, result, reduced = _reduced(op)
     if op.argument("dim") is None:
-        return dims([[None] * len(labels)], [[None] * len(result)])
+        return needed_whole(op)
     letter = f"d{min(reduced)}"
     return dims([labels], [result], local={letter: "argmax"}, after={letter: SAME})
 
@@ -171,6 +171,7 @@ def solve(op: Operation) -> Dims | None:
 
 # the same for entries in any order; how many counts there are depends on their values
 add_rows("histc bincount", kind="histogram")
+add_rows("bincount", samples="sum")
 
 # --------------------------------------------------------------------------------------------------
 # losses

@@ -66,6 +66,11 @@ def dims(
     )
 
 
+def needed_whole(op: Operation) -> Dims:
+    """Every tensor is needed whole."""
+    return dims(op.named(), [(None,) * len(shape) for shape in op.outputs])
+
+
 Groups = list[set[int]]
 """groups of input tensors; an operation is linear in each group as a whole, others held fixed"""
 LinearRule = Callable[[Operation], Groups]
@@ -116,6 +121,11 @@ class Row:
     batch_first: int = 0
     """number of leading tensors whose dim 0 is the batch where they hold samples, none of the others
     holds any; 0: the batch may be any dim"""
+    samples: str = ""
+    """rule of the walk over the samples for what the letters do not say, by its name in
+    `capture/sample_rules.py` and `capture/sample_pick_rules.py`: `by shape`, `sum`, `batch norm`,
+    `recurrent`, `repeat`, `interleave`, `blocks`, `join`, `counting`, `index`, `mask`, `pick`,
+    `gather`; none: the letters say all"""
     reads_position: bool = False
     """a rule of the walk over the samples knows what becomes of the position of a sample in the
     batch (`arange(batch)`); other operations must not use it, unless they only move it"""

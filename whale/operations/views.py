@@ -20,7 +20,7 @@ from whale.operations.operation import (
     dims_of,
     letters,
 )
-from whale.operations.row import Dims, Groups, add_rows, dims, in_all, in_first, row
+from whale.operations.row import Dims, Groups, add_rows, dims, in_all, in_first, needed_whole, row
 
 SEPARATE = 7
 """smallest size used to see where each dim of a permutation goes: sizes 7, 8, 9, ... tell the dims
@@ -190,6 +190,7 @@ def along_dim(op: Operation) -> Dims | None:
 add_rows("slice narrow select unbind roll flip flipud fliplr cumsum", linear=in_first)
 add_rows("diff", linear=in_all)  # together with what stands in front and behind
 add_rows("slice narrow select unbind", moves=True, free=True)
+add_rows("slice narrow unsafe_split unsafe_chunk", samples="blocks")
 add_rows("select", mixes="one sample is picked out of the batch by its position")
 add_rows("unbind", mixes="the batch is cut into single samples")
 add_rows(
@@ -206,6 +207,7 @@ add_rows("diagonal trace", linear=in_first)
     linear=in_first,
     moves=True,
     free=True,
+    samples="blocks",
 )
 def split(op: Operation) -> Dims | None:
     """Parts of one size can be cut alike: the whole dim is then cut in each of its segments."""
@@ -227,6 +229,7 @@ def split(op: Operation) -> Dims | None:
     linear=in_all,
     moves=True,
     mixes="rows that are not samples are added to the batch",
+    samples="join",
 )
 def join(op: Operation) -> Dims | None:
     """The other way round: parts of one size are the segments of the result."""
@@ -256,7 +259,7 @@ def stack(op: Operation) -> Dims | None:
     return dims([labels] * len(op.inputs), [[*labels[:dim], None, *labels[dim:]]])
 
 
-@row("repeat_interleave", linear=in_first, moves=True)
+@row("repeat_interleave", linear=in_first, moves=True, samples="interleave")
 def repeat_interleave(op: Operation) -> Dims | None:
     """Entries are repeated one by one, so the dim itself can be cut too (keys for several query
     heads).
@@ -267,7 +270,7 @@ def repeat_interleave(op: Operation) -> Dims | None:
     return dims([labels], [labels])
 
 
-@row("repeat tile", linear=in_first, moves=True)
+@row("repeat tile", linear=in_first, moves=True, samples="repeat")
 def repeat(op: Operation) -> Dims | None:
     """Whole along what is repeated."""
     rank = len(op.outputs[0])
@@ -296,7 +299,7 @@ def pad(op: Operation) -> Dims | None:
 # lookups
 
 
-@row("index_select", linear=in_first, lookup=True)
+@row("index_select", linear=in_first, lookup=True, samples="pick")
 def index_select(op: Operation) -> Dims | None:
     """Whole along the dim that is looked up."""
     dim = dims_of(op, len(op.shapes[0]))[0]
@@ -309,7 +312,7 @@ MASK_DTYPES = (torch.bool, torch.uint8)
 """types of indices that torch takes as masks"""
 
 
-@row("index", linear=in_first, lookup=True)
+@row("index", linear=in_first, lookup=True, samples="index")
 def index(op: Operation) -> Dims | None:
     """One tensor of indices: it is whole along the dim that is looked up, and its own dims run
     along. A mask has no dims of its own.
@@ -342,7 +345,18 @@ def gather(op: Operation) -> Dims | None:
 
 add_rows("gather take_along_dim", lookup=True)
 add_rows("gather", linear=in_first)
+add_rows("gather take_along_dim scatter scatter_add scatter_reduce", samples="gather")
+add_rows("index_put", samples="index")
+add_rows("masked_select", samples="mask")
 add_rows("index index_select gather index_put getitem", reads_position=True)
+
+
+add_rows(
+    "masked_scatter take put unique_consecutive unique_dim nonzero kron isin",
+    dims=needed_whole,
+    mixes="`{name}` takes values in the order of the whole batch, so which sample they belong to "
+    "is not known",
+)
 
 
 @row("one_hot")
