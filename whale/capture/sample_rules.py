@@ -27,7 +27,6 @@ from whale.capture.sample_states import (
     State,
     Summed,
     rank_of,
-    rule,
     whole_number,
 )
 from whale.dtypes import is_differentiable
@@ -246,10 +245,7 @@ def _is_batch_first(flow: SampleFlow, node: Node, leading: int) -> bool:
 # --------------------------------------------------------------------------------------------------
 # rules that rows name
 
-rule("by shape")(unknown_state)
 
-
-@rule("sum")
 def count_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     """Counts of parts add up. No letters: how many counts there are depends on the values of a
     part.
@@ -257,7 +253,6 @@ def count_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     return flow.reduction(node, "sum")
 
 
-@rule("batch norm")
 def batch_norm_state(
     flow: SampleFlow, node: Node, args: dict[str, Any]
 ) -> State | tuple[State, ...]:
@@ -270,7 +265,6 @@ def batch_norm_state(
     return flow.by_shape(node, state.outer)
 
 
-@rule("recurrent")
 def recurrent_state(
     flow: SampleFlow, node: Node, args: dict[str, Any]
 ) -> State | tuple[State, ...]:
@@ -288,7 +282,6 @@ def recurrent_state(
     return flow.by_shape(node, state.outer)
 
 
-@rule("repeat")
 def repeat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     """The batch may be repeated as a whole: the samples then stand in several runs."""
     state = flow.aligned(node, node.all_input_nodes[:1], rank_of(node))
@@ -314,7 +307,6 @@ def _is_length(flow: SampleFlow, value: Any) -> bool:
     return whole_number(flow.size(value)) is not None
 
 
-@rule("interleave")
 def repeat_interleave_state(
     flow: SampleFlow, node: Node, args: dict[str, Any]
 ) -> State | tuple[State, ...]:
@@ -340,7 +332,6 @@ def repeat_interleave_state(
     return PerSample(state.dim, state.outer, state.position)
 
 
-@rule("blocks")
 def slice_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
     """Cutting the batch dim is fine in whole blocks of samples, as in `torch.cat([a, b])` followed
     by `chunk(2)`.
@@ -375,7 +366,6 @@ def slice_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
     return tuple(states) if isinstance(value, list | tuple) else states[0]
 
 
-@rule("join")
 def cat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     """Batches of one size that are joined are runs of samples in one dim; others leave rows of
     which only their sizes are known.

@@ -21,7 +21,7 @@ axes of a mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -31,16 +31,33 @@ from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import ValueKind
-from whale.capture.sample_pick_rules import loss_state
-from whale.capture.sample_rules import POSITION_USED, linear_state, row_state
+from whale.capture.sample_pick_rules import (
+    arithmetic_state,
+    gather_state,
+    index_select_state,
+    index_state,
+    loss_state,
+    masked_select_state,
+)
+from whale.capture.sample_rules import (
+    POSITION_USED,
+    batch_norm_state,
+    cat_state,
+    count_state,
+    linear_state,
+    recurrent_state,
+    repeat_interleave_state,
+    repeat_state,
+    row_state,
+    slice_state,
+    unknown_state,
+)
 from whale.capture.sample_states import (
-    RULES,
     SHARED,
     Irregular,
     Mixed,
     PerSample,
     Position,
-    Rule,
     Shared,
     Size,
     State,
@@ -56,6 +73,25 @@ from whale.operations.nodes import named_args, op_name
 from whale.operations.operation import ONLY_FIRST, Shapes, other_prime
 from whale.operations.row import Row
 from whale.operations.table import CASTS, COUNTERS, CREATORS, POINTWISE_LOSSES, row_of
+
+Rule = Callable[["SampleFlow", Node, dict[str, Any]], State | tuple[State, ...]]
+RULES: Mapping[str, Rule] = {
+    "": row_state,
+    "batch norm": batch_norm_state,
+    "blocks": slice_state,
+    "by shape": unknown_state,
+    "counting": arithmetic_state,
+    "gather": gather_state,
+    "index": index_state,
+    "interleave": repeat_interleave_state,
+    "join": cat_state,
+    "mask": masked_select_state,
+    "pick": index_select_state,
+    "recurrent": recurrent_state,
+    "repeat": repeat_state,
+    "sum": count_state,
+}
+"""by the name that a row has in `samples`; none: the letters of the row say all"""
 
 
 @lru_cache(maxsize=65536)  # a graph holds few different expressions, each in thousands of shapes
@@ -263,10 +299,10 @@ class SampleFlow:
 
     @staticmethod
     def _rule(row: Row, args: dict[str, Any]) -> Rule:
-        """The rule that a row names, else the one that follows its letters."""
+        """The rule that a row names; a loss function of torch may have no row."""
         if "reduction" in args and row.name not in POINTWISE_LOSSES:
             return loss_state
-        return RULES[row.samples] if row.samples else row_state
+        return RULES[row.samples]
 
     # ----------------------------------------------------------------------------------------------
     # shared by the rules

@@ -262,6 +262,8 @@ add_rows(
     "cudnn_batch_norm",
     samples="batch norm",
 )
+add_rows("batch_norm", statistics="training")
+add_rows("instance_norm", statistics="use_input_stats")
 
 
 @row(
@@ -321,14 +323,21 @@ add_rows("bilinear", flop=flops.bilinear)
 add_rows("_grouped_mm grouped_mm_fallback", flop=flops.grouped_matmul)
 add_rows("tensordot", flop=flops.tensordot)
 add_rows("einsum", flop=flops.einsum)
-add_rows("conv1d conv2d conv3d", flop=flops.convolution)
-add_rows("conv_transpose1d conv_transpose2d conv_transpose3d", flop=flops.transposed_convolution)
+# the gradient that goes out, and copies of its input and of that one, laid out as it likes
+add_rows("conv1d conv2d conv3d", flop=flops.convolution, backward_copies=3)
+add_rows(
+    "conv_transpose1d conv_transpose2d conv_transpose3d",
+    flop=flops.transposed_convolution,
+    backward_copies=3,
+    timed_as="conv2d",
+)
 add_rows("scaled_dot_product_attention", flop=flops.attention, random=("dropout_p", None))
 add_rows(
     "lstm gru rnn_tanh rnn_relu",
     flop=flops.recurrent,
     random=("dropout", "train"),
     samples="recurrent",
+    timed_as="linear",
 )
 
 # products of two factors; of a layer the second one is a weight
@@ -336,3 +345,11 @@ add_rows("linear mm matmul conv1d conv2d conv3d", factors=(0, 1), layer=True)
 add_rows("addmm", factors=(1, 2), layer=True)
 add_rows("bmm mv conv_transpose1d conv_transpose2d conv_transpose3d", factors=(0, 1))
 add_rows("addmv addbmm baddbmm", factors=(1, 2))
+
+add_rows("addmm mm einsum bilinear addbmm tensordot", timed_as="linear")
+add_rows("bmm baddbmm _grouped_mm expert_mm mv dot", timed_as="matmul")
+add_rows("conv1d conv3d", timed_as="conv2d")
+add_rows("rms_norm group_norm native_layer_norm", timed_as="layer_norm")
+add_rows("_native_batch_norm_legit native_batch_norm instance_norm", timed_as="batch_norm")
+add_rows("avg_pool2d adaptive_avg_pool2d", timed_as="sum")
+add_rows("max_pool2d_with_indices max_pool1d", timed_as="max_pool2d")

@@ -19,6 +19,7 @@ def additive(op: Operation) -> Dims | None:
 
 
 add_rows("sum mean", linear=in_first)
+add_rows("mean amax max min argmax var norm linalg_vector_norm", timed_as="sum")
 
 
 @row(
@@ -79,6 +80,9 @@ def normalised(op: Operation) -> Dims | None:
     dim = dims_of(op, rank)[0]
     labels = letters("d", rank)
     return dims([labels], [labels], local={f"d{dim}": "softmax"})
+
+
+add_rows("log_softmax _safe_softmax logsumexp", timed_as="softmax")
 
 
 @row("_softmax _log_softmax softmin glu")
@@ -226,3 +230,6 @@ def class_loss(op: Operation) -> Dims | None:
         local={"classes": "class loss"},
         after={"classes": PARTIAL},
     )
+
+
+add_rows("nll_loss nll_loss_nd mse_loss l1_loss", timed_as="cross_entropy_loss")

@@ -30,11 +30,12 @@ apart
 
 def _same_numbers(op: Operation) -> Groups:
     """Linear in the first tensor, unless its bits are read as numbers of another type."""
-    return [] if _reads_bits(op) else [{0}]
+    return [] if reads_bits(op.node) else [{0}]
 
 
-def _reads_bits(op: Operation) -> bool:
-    return str(op.node.target) == "aten.view.dtype"
+def reads_bits(node: Node) -> bool:
+    """Whether this is a view of the same bits as numbers of another type."""
+    return str(node.target) == "aten.view.dtype"
 
 
 @row(
@@ -50,7 +51,7 @@ def reshape(op: Operation) -> Dims | None:
     """Sizes are multiplied or factored in groups. In each group the outermost dims run along each
     other (heads of a width); where the first part is taken apart afterwards (q, k, v), or the
     samples stand inside, the next ones do, and the flat dim is cut in each segment."""
-    if _reads_bits(op) or not op.outputs:
+    if reads_bits(op.node) or not op.outputs:
         return None
     inputs: list[Label] = [None] * len(op.shapes[0])
     outputs: list[Label] = [None] * len(op.outputs[0])
@@ -198,6 +199,9 @@ add_rows(
     mixes="some samples are overwritten by their position in the batch",
 )
 add_rows("as_strided diagonal", free=True)
+add_rows("view_as_complex as_strided", reads_strides=True)
+add_rows("view reshape expand", equals="same shape")
+add_rows("flatten atleast_1d atleast_2d atleast_3d", returns="same shape")
 add_rows("diagonal trace", linear=in_first)
 
 
@@ -248,6 +252,9 @@ def join(op: Operation) -> Dims | None:
 
 
 add_rows("cat stack", affine=in_all)
+add_rows("vstack row_stack", joined_along=0)
+add_rows("hstack column_stack", joined_along=1)
+add_rows("dstack", joined_along=2)
 
 
 @row("stack", linear=in_all, moves=True)
@@ -299,7 +306,7 @@ def pad(op: Operation) -> Dims | None:
 # lookups
 
 
-@row("index_select", linear=in_first, lookup=True, samples="pick")
+@row("index_select", linear=in_first, lookup=True, samples="pick", timed_as="embedding")
 def index_select(op: Operation) -> Dims | None:
     """Whole along the dim that is looked up."""
     dim = dims_of(op, len(op.shapes[0]))[0]
@@ -312,7 +319,7 @@ MASK_DTYPES = (torch.bool, torch.uint8)
 """types of indices that torch takes as masks"""
 
 
-@row("index", linear=in_first, lookup=True, samples="index")
+@row("index", linear=in_first, lookup=True, samples="index", timed_as="embedding")
 def index(op: Operation) -> Dims | None:
     """One tensor of indices: it is whole along the dim that is looked up, and its own dims run
     along. A mask has no dims of its own.
@@ -343,7 +350,8 @@ def gather(op: Operation) -> Dims | None:
     return dims([labels] * len(op.inputs), [labels])
 
 
-add_rows("gather take_along_dim", lookup=True)
+add_rows("gather take_along_dim", lookup=True, timed_as="embedding")
+add_rows("cat stack pad constant_pad_nd repeat roll flip", timed_as="transposed_copy")
 add_rows("gather", linear=in_first)
 add_rows("gather take_along_dim scatter scatter_add scatter_reduce", samples="gather")
 add_rows("index_put", samples="index")
