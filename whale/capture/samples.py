@@ -71,7 +71,6 @@ from whale.capture.sample_states import (
 )
 from whale.operations.nodes import named_args, op_name
 from whale.operations.operation import ONLY_FIRST, Shapes, other_prime
-from whale.operations.row import Row
 from whale.operations.table import CASTS, COUNTERS, CREATORS, POINTWISE_LOSSES, row_of
 
 Rule = Callable[["SampleFlow", Node, dict[str, Any]], State | tuple[State, ...]]
@@ -284,7 +283,9 @@ class SampleFlow:
             return Mixed(node, POSITION_USED.format(name=name))
         # rows that are repeated once for each sample have the samples inside of them
         if samples or row.samples == "interleave":
-            return self._rule(row, args)(self, node, args)
+            is_loss = "reduction" in args and name not in POINTWISE_LOSSES
+            rule: Rule = loss_state if is_loss else RULES[row.samples]
+            return rule(self, node, args)
         return self.by_shape(node, 1)
 
     def _counted(self, node: Node, args: dict[str, Any]) -> Position:
@@ -296,13 +297,6 @@ class SampleFlow:
             op_name(node) == "arange" and rows and isinstance(start, int) and isinstance(step, int)
         )
         return Position(rows * step, start) if known and rows else Position(0)
-
-    @staticmethod
-    def _rule(row: Row, args: dict[str, Any]) -> Rule:
-        """The rule that a row names; a loss function of torch may have no row."""
-        if "reduction" in args and row.name not in POINTWISE_LOSSES:
-            return loss_state
-        return RULES[row.samples]
 
     # ----------------------------------------------------------------------------------------------
     # shared by the rules
