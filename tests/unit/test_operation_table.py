@@ -7,9 +7,11 @@ result, or add up to it. Linearity, FLOP, views and random draws are tried in th
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-import whale.capture.expert_product  # noqa: F401  (registers whale.expert_mm)
+import whale as wh
+import whale.capture.expert_product  # registers whale.expert_mm
+from whale.capture.samples import RULES
 from whale.dtypes import is_differentiable
 from whale.operations.flops import Value
 from whale.operations.nodes import op_name
@@ -489,6 +493,15 @@ def _lookups() -> list[tuple[Any, ...]]:
         (aten.scatter.src, (x, 1, I(1, 3, 1, 6), T(3, 1, 6))),
         (aten.scatter_add.default, (x, 1, I(4, 3, 2, 6), T(3, 2, 6))),
         (aten.one_hot.default, (I(5, 3, 4), 5)),
+        (aten.embedding.default, (T(5, 6), I(5, 3, 4)), {"scale_grad_by_freq": True}),
+        (aten.masked_scatter.default, (x, B(4, 6), x + 1)),
+        (aten.take.default, (x, I(72, 3, 2))),
+        (aten.put.default, (x, I(72, 3), T(3))),
+        (aten.unique_consecutive.default, (x,)),
+        (aten.unique_dim.default, (x, 1)),
+        (aten.nonzero.default, (B(3, 6),)),
+        (aten.kron.default, (T(3, 2), T(2, 3))),
+        (aten.isin.Tensor_Tensor, (I(5, 3, 4), I(5, 2))),
     ]
 
 
@@ -656,6 +669,64 @@ def _batch_first_examples() -> list[tuple[Any, ...]]:
         (aten._upsample_bilinear2d_aa.default, (image, [5, 5], False)),
         (aten._upsample_bicubic2d_aa.default, (image, [5, 5], False)),
     ]
+
+
+def test_rows_name_the_rules_of_the_walk_over_the_samples() -> None:
+    """A new operation is described in one place: its row names its rule, and each rule is used."""
+    assert {row.samples for row in TABLE.values()} == set(RULES)
+
+
+NAMES_ELSEWHERE = {
+    "capture/checks.py": "what is drawn by a dropout is not compared",
+    "capture/experts.py": "the pattern that it rewrites",
+    "capture/functional.py": "values that were written past their gradient",
+    "capture/losses.py": "the sums and means that it rewrites",
+    "capture/ops.py": "`detach` stops gradients",
+    "capture/out_of_place.py": "the inverse of each view",
+    "capture/sample_pick_rules.py": "a rule of several operations tells them apart",
+    "capture/samples.py": "`arange` counts samples, a `mean` is divided by their number",
+    "capture/second_call.py": "a slice of everything is no slice",
+    "capture/simplify.py": "the patterns that it rewrites",
+    "capture/sizes.py": "a user writes `x[mask]` for `index`",
+    "lowering/communication.py": "local forms that run in place of an operation",
+    "lowering/program.py": "embeddings with sparse gradients",
+    "planning/problem.py": "instance norm with running statistics is refused",
+    "sharding/expert_rows.py": "tokens travel for `expert_mm` alone",
+    "sharding/local.py": "local forms that run in place of an operation",
+}
+"""modules that compare with the name of an operation, and why that is no fact for a row"""
+
+
+def _asks_for_names(tree: ast.Module) -> bool:
+    for statement in tree.body:
+        if isinstance(statement, ast.ImportFrom):
+            if {each.name for each in statement.names} & {"op_name", "aten_name"}:
+                return True
+    return False
+
+
+def _compared_words(tree: ast.Module) -> set[str]:
+    words: set[str] = set()
+    for comparison in ast.walk(tree):
+        if isinstance(comparison, ast.Compare):
+            for part in ast.walk(comparison):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    words.add(part.value)
+    return words
+
+
+def test_facts_about_operations_stand_in_the_table_alone() -> None:
+    root = Path(wh.__file__).parent
+    operations = TABLE.keys() - {"getitem"}  # Python's own
+    found: set[str] = set()
+    for path in root.rglob("*.py"):
+        module = path.relative_to(root).as_posix()
+        if module.startswith("operations/"):
+            continue
+        tree = ast.parse(path.read_text())
+        if _asks_for_names(tree) and _compared_words(tree) & operations:
+            found.add(module)
+    assert found == set(NAMES_ELSEWHERE), found ^ set(NAMES_ELSEWHERE)
 
 
 BATCH_FIRST = _batch_first_examples()

@@ -36,12 +36,12 @@ from torch.fx.node import map_arg
 
 from whale.capture.graph import insert_call, user_line
 from whale.capture.ops import (
-    BATCH_STATISTICS,
     FINAL_VALUE,
     could_carry_gradient,
     returned_argument,
     share_memory,
     tensors,
+    updates_statistics,
 )
 from whale.capture.out_of_place import refuse, same_form, twin_of, view_inverse
 from whale.compat import is_function_transform, schema
@@ -184,9 +184,7 @@ class _Functional:
             refuse(node, f"changes the shape of `{owner.target}` itself")
 
     def check_statistics(self, node: Node) -> None:
-        if aten_name(node) in BATCH_STATISTICS and argument(
-            node, BATCH_STATISTICS[aten_name(node)]
-        ):
+        if updates_statistics(node):
             for name in ("running_mean", "running_var"):
                 state = argument(node, name)
                 if isinstance(state, Node) and self.value(state) is not state:

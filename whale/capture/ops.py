@@ -12,19 +12,11 @@ from torch.fx import Graph, Node
 
 from whale.dtypes import is_differentiable
 from whale.operations.nodes import OpOverload, argument, aten_name, written_names
-from whale.operations.table import CASTS_IN_PLACE, CREATORS, DROPOUTS
+from whale.operations.table import CREATORS, DROPOUTS, row_named
 
 NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 FINAL_VALUE = "final_value"
 """key in `meta` of the nodes that hold the value of a buffer after the forward"""
-
-RETURN_SELF = ("positive", "lift_fresh")
-RETURN_SELF_IF_REAL = ("real", "conj", "resolve_conj", "resolve_neg")
-RETURN_SELF_IF_SAME_SHAPE = ("flatten", "atleast_1d", "atleast_2d", "atleast_3d")
-BATCH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
-"""operations that write running statistics when this argument is true, though their schema does not
-say so
-"""
 
 
 def tensors(node: Node) -> list[torch.Tensor]:
@@ -47,7 +39,6 @@ def returned_argument(node: Node) -> Node | None:
     """The argument that this node returns as the same tensor object, not as a new view:
     `x.to(x.dtype)`, dropout with p = 0, ...
     """
-    name = aten_name(node)
     value = node.meta.get("val")
     source = node.args[0] if node.args else None
     if (
@@ -57,18 +48,19 @@ def returned_argument(node: Node) -> Node | None:
     ):
         return None
     before: torch.Tensor = source.meta["val"]
-    if name in DROPOUTS:
+    when = row_named(aten_name(node)).returns
+    if when == "off":
         same = argument(node, "p") == 0 or not argument(node, "train")
-    elif name in CASTS_IN_PLACE:
+    elif when == "same format":
         same = not argument(node, "copy") and _same_format(node, before, value)
-    elif name == "contiguous":
+    elif when == "same memory":
         same = share_memory(source, node)
-    elif name in RETURN_SELF_IF_REAL:
+    elif when == "real":
         same = not before.is_complex()
-    elif name in RETURN_SELF_IF_SAME_SHAPE:
+    elif when == "same shape":
         same = before.ndim == value.ndim and bool(before.shape == value.shape)
     else:
-        same = name in RETURN_SELF
+        same = when == "always"
     return source if same else None
 
 
@@ -104,6 +96,12 @@ def gradient_carriers(graph: Graph) -> set[Node]:
     return carriers
 
 
+def updates_statistics(node: Node) -> bool:
+    """Whether this node writes running statistics, which its schema does not say."""
+    switch = row_named(aten_name(node)).statistics
+    return switch is not None and bool(argument(node, switch))
+
+
 def is_removable(node: Node) -> bool:
     """Whether nobody would notice if this node, without users, were gone: it writes nothing and
     draws no random numbers.
@@ -111,12 +109,10 @@ def is_removable(node: Node) -> bool:
     if node.op != "call_function" or node.users:
         return False
     if isinstance(node.target, OpOverload):
-        statistics = BATCH_STATISTICS.get(aten_name(node))
-        updates_statistics = statistics is not None and bool(argument(node, statistics))
         draws = torch.Tag.nondeterministic_seeded in node.target.tags or aten_name(node) in DROPOUTS
         return (
             not written_names(node)
-            and not updates_statistics
+            and not updates_statistics(node)
             and not draws
             and node.target.namespace == "aten"
         )

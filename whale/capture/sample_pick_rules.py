@@ -17,7 +17,6 @@ from whale.capture.sample_states import (
     Shared,
     State,
     rank_of,
-    rule,
 )
 from whale.operations.nodes import op_name, tensor_nodes
 from whale.operations.table import CASTS, CLASS_LOSSES, PERMUTES, VIEWS, is_random
@@ -39,7 +38,6 @@ def _position(flow: SampleFlow, value: Any) -> Position | None:
     return state.position if isinstance(state, PerSample) else None
 
 
-@rule("add", "sub", "mul")
 def arithmetic_state(
     flow: SampleFlow, node: Node, args: dict[str, Any]
 ) -> State | tuple[State, ...]:
@@ -78,7 +76,6 @@ def _own_rows(flow: SampleFlow, index: Any, source: Node) -> bool:
     return begins_inside and (inner > 1 or not position.moved)
 
 
-@rule("index", "index_put")
 def index_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
     """`x[:, i, j]`, or writing there. Indices may say rows of the batch dim only if each sample
     gets its own ones.
@@ -172,7 +169,6 @@ def same_value(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-@rule("masked_select")
 def masked_select_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     """The entries that a mask of the same shape picks."""
     source = args["input"]
@@ -182,7 +178,6 @@ def masked_select_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> S
     return _picked_rows(flow, node, mask)
 
 
-@rule("index_select")
 def index_select_state(
     flow: SampleFlow, node: Node, args: dict[str, Any]
 ) -> State | tuple[State, ...]:
@@ -204,7 +199,6 @@ def index_select_state(
     return flow.by_shape(node, order.outer if isinstance(order, PerSample) else 1)
 
 
-@rule("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce")
 def gather_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     """Entries moved along one dim, by indices of the same rank."""
     name = op_name(node)
@@ -230,40 +224,6 @@ def _is_histogram(flow: SampleFlow, node: Node, args: dict[str, Any]) -> bool:
     places = flow.of(args["index"])
     alike = isinstance(places, PerSample) and places == flow.of(args["src"])
     return alike and places.dim == int(args["dim"]) % rank_of(node)  # type: ignore[union-attr]
-
-
-@rule(
-    "masked_scatter",
-    "take",
-    "put",
-    "unique",
-    "unique_consecutive",
-    "unique_dim",
-    "nonzero",
-    "kron",
-    "isin",
-)
-def reordering_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    """Operations that go through the entries of the whole batch in order."""
-    return Mixed(
-        node,
-        f"`{op_name(node)}` takes values in the order of the whole batch, so which sample they "
-        "belong to is not known",
-    )
-
-
-@rule("embedding")
-def embedding_state(
-    flow: SampleFlow, node: Node, args: dict[str, Any]
-) -> State | tuple[State, ...]:
-    """Follows its row, unless its backward counts tokens."""
-    if args.get("scale_grad_by_freq") and isinstance(flow.of(args["indices"]), PerSample):
-        return Mixed(
-            node,
-            "`scale_grad_by_freq` divides gradients by how often a token stands in the whole "
-            "mini-batch",
-        )
-    return row_state(flow, node, args)
 
 
 # --------------------------------------------------------------------------------------------------

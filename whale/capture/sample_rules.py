@@ -1,8 +1,9 @@
 """Rules of the walk over the samples (capture/samples.py).
 
-Most operations follow their row of the table of operations (`row_state`, `linear_state`). The other
-rules are for what a row does not know: a batch that is cut, repeated or joined in whole blocks,
-recurrent layers, batch norm. Indices, masks and losses are in sample_pick_rules.py.
+Most operations follow the letters of their row of the table of operations (`row_state`,
+`linear_state`). The other rules are for what letters do not say: a batch that is cut, repeated or
+joined in whole blocks, recurrent layers, batch norm. A row names the rule that it needs
+(`Row.samples`). Indices, masks and losses are in sample_pick_rules.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from whale.capture.sample_states import (
     State,
     Summed,
     rank_of,
-    rule,
     whole_number,
 )
 from whale.dtypes import is_differentiable
@@ -34,7 +34,7 @@ from whale.operations.nodes import op_name, tensor_nodes
 from whale.operations.operation import Operation, wrapped
 from whale.operations.products import NOT_FIRST
 from whale.operations.row import SAME, Dims
-from whale.operations.table import CASTS, GROUPED_PRODUCTS, row_of
+from whale.operations.table import CASTS, row_of
 
 if TYPE_CHECKING:
     from whale.capture.samples import SampleFlow
@@ -189,7 +189,7 @@ def linear_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     parts = value if isinstance(value, list | tuple) else [value]
     if linear and all(map(is_differentiable, parts)):
         return Summed(origin)
-    if name in ("mul", "div") and len(summed) > 1:
+    if len(summed) > 1:
         return Mixed(
             node,
             f"`{name}` of two values over all samples is not a sum over samples; one is {what}",
@@ -243,25 +243,16 @@ def _is_batch_first(flow: SampleFlow, node: Node, leading: int) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# rules beside the table
-
-# the row needs the tokens of all experts whole, but each token is one sample's
-rule(*GROUPED_PRODUCTS)(unknown_state)
+# rules that rows name
 
 
-@rule("bincount")
-def bincount_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
-    """Counts of parts add up. No row: how many counts there are depends on the values of a part."""
+def count_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
+    """Counts of parts add up. No letters: how many counts there are depends on the values of a
+    part.
+    """
     return flow.reduction(node, "sum")
 
 
-@rule(
-    "batch_norm",
-    "native_batch_norm",
-    "_native_batch_norm_legit",
-    "_native_batch_norm_legit_functional",
-    "cudnn_batch_norm",
-)
 def batch_norm_state(
     flow: SampleFlow, node: Node, args: dict[str, Any]
 ) -> State | tuple[State, ...]:
@@ -274,7 +265,6 @@ def batch_norm_state(
     return flow.by_shape(node, state.outer)
 
 
-@rule("lstm", "gru", "rnn_tanh", "rnn_relu")
 def recurrent_state(
     flow: SampleFlow, node: Node, args: dict[str, Any]
 ) -> State | tuple[State, ...]:
@@ -292,7 +282,6 @@ def recurrent_state(
     return flow.by_shape(node, state.outer)
 
 
-@rule("repeat", "tile")
 def repeat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     """The batch may be repeated as a whole: the samples then stand in several runs."""
     state = flow.aligned(node, node.all_input_nodes[:1], rank_of(node))
@@ -318,7 +307,6 @@ def _is_length(flow: SampleFlow, value: Any) -> bool:
     return whole_number(flow.size(value)) is not None
 
 
-@rule("repeat_interleave")
 def repeat_interleave_state(
     flow: SampleFlow, node: Node, args: dict[str, Any]
 ) -> State | tuple[State, ...]:
@@ -344,16 +332,6 @@ def repeat_interleave_state(
     return PerSample(state.dim, state.outer, state.position)
 
 
-@rule(
-    "slice",
-    "narrow",
-    "split",
-    "split_with_sizes",
-    "chunk",
-    "tensor_split",
-    "unsafe_split",
-    "unsafe_chunk",
-)
 def slice_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | tuple[State, ...]:
     """Cutting the batch dim is fine in whole blocks of samples, as in `torch.cat([a, b])` followed
     by `chunk(2)`.
@@ -388,7 +366,6 @@ def slice_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State | t
     return tuple(states) if isinstance(value, list | tuple) else states[0]
 
 
-@rule("cat", "concat", "concatenate")
 def cat_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
     """Batches of one size that are joined are runs of samples in one dim; others leave rows of
     which only their sizes are known.

@@ -4,9 +4,8 @@ know of shapes and operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy
 import torch
@@ -14,9 +13,6 @@ from torch.fx import Node
 
 from whale.operations.nodes import named_args, op_name
 from whale.operations.table import CREATORS, is_pointwise
-
-if TYPE_CHECKING:
-    from whale.capture.samples import SampleFlow
 
 
 @dataclass(frozen=True)
@@ -149,17 +145,3 @@ def value_slot(node: Node, operand: Node) -> str | None:
         return None
     takes_tensor = str(node.target).endswith(".Tensor")
     return "tensor" if takes_tensor and named_args(node).get("other") is operand else "number"
-
-
-Rule = Callable[["SampleFlow", Node, dict[str, Any]], State | tuple[State, ...]]
-RULES: dict[str, Rule] = {}
-
-
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for operations about which their row does not say all."""
-
-    def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, function))
-        return function
-
-    return register

@@ -21,7 +21,7 @@ axes of a mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -31,16 +31,33 @@ from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
 from whale.capture.kinds import ValueKind
-from whale.capture.sample_pick_rules import loss_state
-from whale.capture.sample_rules import POSITION_USED, linear_state, row_state
+from whale.capture.sample_pick_rules import (
+    arithmetic_state,
+    gather_state,
+    index_select_state,
+    index_state,
+    loss_state,
+    masked_select_state,
+)
+from whale.capture.sample_rules import (
+    POSITION_USED,
+    batch_norm_state,
+    cat_state,
+    count_state,
+    linear_state,
+    recurrent_state,
+    repeat_interleave_state,
+    repeat_state,
+    row_state,
+    slice_state,
+    unknown_state,
+)
 from whale.capture.sample_states import (
-    RULES,
     SHARED,
     Irregular,
     Mixed,
     PerSample,
     Position,
-    Rule,
     Shared,
     Size,
     State,
@@ -55,6 +72,25 @@ from whale.capture.sample_states import (
 from whale.operations.nodes import named_args, op_name
 from whale.operations.operation import ONLY_FIRST, Shapes, other_prime
 from whale.operations.table import CASTS, COUNTERS, CREATORS, POINTWISE_LOSSES, row_of
+
+Rule = Callable[["SampleFlow", Node, dict[str, Any]], State | tuple[State, ...]]
+RULES: Mapping[str, Rule] = {
+    "": row_state,
+    "batch norm": batch_norm_state,
+    "blocks": slice_state,
+    "by shape": unknown_state,
+    "counting": arithmetic_state,
+    "gather": gather_state,
+    "index": index_state,
+    "interleave": repeat_interleave_state,
+    "join": cat_state,
+    "mask": masked_select_state,
+    "pick": index_select_state,
+    "recurrent": recurrent_state,
+    "repeat": repeat_state,
+    "sum": count_state,
+}
+"""by the name that a row has in `samples`; none: the letters of the row say all"""
 
 
 @lru_cache(maxsize=65536)  # a graph holds few different expressions, each in thousands of shapes
@@ -240,12 +276,16 @@ class SampleFlow:
                 return state
         if any(isinstance(state, Summed) for state in states):
             return linear_state(self, node, args)
-        if any(isinstance(state, PerSample) and state.position for state in states):
-            row = row_of(node)
-            if not row.moves and not row.reads_position:
-                return Mixed(node, POSITION_USED.format(name=name))
-        if name == "repeat_interleave" or any(isinstance(state, PerSample) for state in states):
-            return self._rule(node)(self, node, args)
+        row = row_of(node)
+        samples = [state for state in states if isinstance(state, PerSample)]
+        uses_position = any(state.position for state in samples)
+        if uses_position and not row.moves and not row.reads_position:
+            return Mixed(node, POSITION_USED.format(name=name))
+        # rows that are repeated once for each sample have the samples inside of them
+        if samples or row.samples == "interleave":
+            is_loss = "reduction" in args and name not in POINTWISE_LOSSES
+            rule: Rule = loss_state if is_loss else RULES[row.samples]
+            return rule(self, node, args)
         return self.by_shape(node, 1)
 
     def _counted(self, node: Node, args: dict[str, Any]) -> Position:
@@ -257,13 +297,6 @@ class SampleFlow:
             op_name(node) == "arange" and rows and isinstance(start, int) and isinstance(step, int)
         )
         return Position(rows * step, start) if known and rows else Position(0)
-
-    def _rule(self, node: Node) -> Rule:
-        """A rule of its own where the table does not say all, else the row of the table."""
-        name = op_name(node)
-        if "reduction" in named_args(node) and name not in POINTWISE_LOSSES:
-            return loss_state
-        return RULES.get(name, row_state)
 
     # ----------------------------------------------------------------------------------------------
     # shared by the rules

@@ -27,18 +27,16 @@ from torch.fx.node import map_arg
 from whale.capture.ops import FINAL_VALUE, gradient_carriers, remove_dead, returned_argument
 from whale.compat import pytree, schema
 from whale.operations.nodes import argument, aten_name, written_names
+from whale.operations.table import is_random, row_named
+from whale.operations.views import reads_bits
 
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
-NEED_STRIDES = ("view_as_complex", "as_strided")
-"""operations that fail on other strides than those of the eager model"""
 BATCH_SIZES = (2, 3, 5)
 """a mask whose shape depends on the batch is computed for these"""
 LONGEST_TRIAL = 4099
 """masks of longer texts are not computed to see what they are: one takes 16 MB"""
 NO_LIMIT = 2**31
 """larger numbers in a mask stand for "to the end" """
-JOINED_ALONG = {"vstack": 0, "row_stack": 0, "hstack": 1, "column_stack": 1, "dstack": 2}
-"""other names of `cat` and the dim that they mean, for tensors that have it"""
 
 
 def simplify(graph: Graph, lengths: Mapping[sympy.Symbol, int] = MappingProxyType({})) -> None:
@@ -50,8 +48,7 @@ def simplify(graph: Graph, lengths: Mapping[sympy.Symbol, int] = MappingProxyTyp
     """
     carriers = gradient_carriers(graph)
     keep_strides = any(
-        aten_name(node) in NEED_STRIDES or str(node.target) == "aten.view.dtype"
-        for node in graph.nodes
+        row_named(aten_name(node)).reads_strides or reads_bits(node) for node in graph.nodes
     )
     other_strides: set[Node] = set()
     for node in list(graph.nodes):
@@ -79,14 +76,14 @@ def simplify(graph: Graph, lengths: Mapping[sympy.Symbol, int] = MappingProxyTyp
 
 def _use_cat(node: Node) -> None:
     """Makes `cat` of another name for it, unless that gives its parts a dim first."""
-    name = aten_name(node)
-    if name not in JOINED_ALONG:
+    dim = row_named(aten_name(node)).joined_along
+    if dim is None:
         return
     rank = node.meta["val"].dim()
     if all(source.meta["val"].dim() == rank for source in node.all_input_nodes):
         node.target = torch.ops.aten.cat.default
         # one dim alone: `hstack` joins along it
-        node.args = (argument(node, "tensors"), min(JOINED_ALONG[name], rank - 1))
+        node.args = (argument(node, "tensors"), min(dim, rank - 1))
         node.kwargs = {}
 
 
@@ -119,19 +116,19 @@ def _relax_views(graph: Graph, changed: set[Node]) -> None:
 
 def _equal_node(node: Node, carriers: set[Node]) -> Node | None:
     """An argument of this node that has the same value and gradient, or None."""
-    name = aten_name(node)
-    if name == "cat":
+    if aten_name(node) == "cat":
         return _shorten_cat(node)
-    if name in ("alias", "lift_fresh_copy"):
-        return node.all_input_nodes[0]
-    if name == "detach":
+    row = row_named(aten_name(node))
+    if row.equals:
         source = node.all_input_nodes[0]
-        return None if source in carriers else source
-    if node.target in (*RESHAPES, torch.ops.aten.expand.default):
-        source = node.all_input_nodes[0]
-        return source if _same_shape(source, node) else None
+        same = {
+            "always": True,
+            "no gradient": source not in carriers,
+            "same shape": _same_shape(source, node) and not reads_bits(node),
+        }
+        return source if same[row.equals] else None
     # contiguous changes strides, which some kernels care about, so it stays
-    return None if name == "contiguous" else returned_argument(node)
+    return None if row.returns == "same memory" else returned_argument(node)
 
 
 def _is_copy_of_attention(node: Node) -> bool:
@@ -244,8 +241,7 @@ def _made_from_numbers(node: Node) -> set[Node] | None:
         needed.add(source)
         if isinstance(source.meta.get("val"), torch.SymInt):
             continue
-        draws = torch.Tag.nondeterministic_seeded in getattr(source.target, "tags", ())
-        if source.op != "call_function" or draws or written_names(source):
+        if source.op != "call_function" or is_random(source) or written_names(source):
             return None
         waiting.extend(source.all_input_nodes)
     return needed

@@ -24,16 +24,11 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from whale.costs.saved import Saved
+from whale.operations.table import row_of
 from whale.scheduling.memory import Size, live
 
 COPIES = 2
-COPIES_OF_CONVOLUTION = 3
-"""beside the gradient that comes in: the one that goes out, and copies of its input and of that
-one, laid out as it likes
-"""
-CONVOLUTIONS = frozenset(
-    f"aten.conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)
-)
+"""for operations whose row does not say `backward_copies`"""
 
 
 def live_between(operations: Sequence[Node], size_of: Callable[[Node], float]) -> list[float]:
@@ -150,6 +145,5 @@ def _work(node: Node, gradients: Container[Node], saved: Saved) -> float:
             sources.append(source)
     own, *others = (saved.results([value]).sample_bytes for value in (node, *sources))
     largest = max(own, *others) if others else own
-    if str(getattr(node.target, "overloadpacket", "")) in CONVOLUTIONS:
-        return own + COPIES_OF_CONVOLUTION * largest
-    return COPIES * largest
+    copies = row_of(node).backward_copies
+    return COPIES * largest if copies is None else own + copies * largest

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from whale.cluster.kinds import DeviceKind
-from whale.operations.table import timed_as
+from whale.operations.table import row_named
 
 OTHERS = "add"
 """for whatever is in no list: it moves bytes"""
@@ -89,7 +89,7 @@ def measured_seconds(
     if not flop and not moved_bytes:
         name = VIEW
     elif name not in known:
-        name = timed_as(name) or OTHERS
+        name = row_named(name).timed_as or OTHERS
     curve = known.get(name)
     if curve is None:
         return None

@@ -5,14 +5,14 @@ A storage is counted once in each stage, however many operations save it. Weight
 batch itself do not count: they are there anyway. What a stage receives and sends it holds as well
 (`runtime/actions.py`).
 
-Models repeat their layers, so an operation is run once for each form of its arguments (`_Effects`),
-and what it did is then written down for all others: which arguments it saves, which new storages it
-makes, and where its results lie.
+Models repeat their layers, so an operation is run once for each form of its arguments
+(`operations/saves.py`), and what it did is then written down for all others: which arguments it
+saves, which new storages it makes, and where its results lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate
@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.node import map_aggregate, map_arg
+from torch.fx.node import map_arg
 
 from whale.capture.graph import CapturedGraph
 from whale.capture.sample_states import batch_dim
-from whale.compat import enter_autocast, exit_autocast, fake_mode
+from whale.compat import fake_mode
+from whale.operations.saves import Effects, Placed, TensorForm, mapped
 from whale.operations.sizes import shape_at
 from whale.scheduling.memory import NOTHING, Bytes, total
 
@@ -105,7 +106,7 @@ class Saved:
 def saved_for_backward(captured: CapturedGraph, batch_size: int) -> Saved:
     """Follows the storages of the captured graph for a batch of that size."""
     watch = _StorageWalk(captured, batch_size)
-    effects = _Effects()
+    effects = Effects()
     values: dict[Node, Any] = {}
     with (
         fake_mode(),
@@ -123,118 +124,6 @@ def saved_for_backward(captured: CapturedGraph, batch_size: int) -> Saved:
     return watch.result()
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorForm:
-    """All that an operation sees of a tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    @staticmethod
-    def of(tensor: Tensor) -> _TensorForm:
-        return _TensorForm(
-            tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-        )
-
-    def make(self) -> Tensor:
-        return torch.empty_strided(
-            self.shape,
-            self.stride,
-            dtype=self.dtype,
-            device=self.device,
-            requires_grad=self.requires_grad,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A tensor of the graph: its form, and the number of the storage that it lies in."""
-
-    form: _TensorForm
-    storage: int
-
-
-@dataclass(frozen=True)
-class _Effect:
-    """What an operation does with storages. They are numbered: first those of its tensor arguments
-    in order, then new ones.
-    """
-
-    result: Any
-    """as the operation gives it, tensors as `_Placed` with such numbers"""
-    saved: frozenset[int]
-    new_bytes: tuple[int, ...]
-    """of each new storage"""
-
-
-class _Effects:
-    """Runs each operation once for each form of its arguments."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, _Effect] = {}
-        self._packed: list[Any] | None = None
-
-    def of(self, node: Node, args: Any, kwargs: Any) -> _Effect:
-        region = node.meta.get("autocast")
-        key = (node.target, _hashable(region), _hashable(args), _hashable(kwargs))
-        if key not in self._known:
-            self._known[key] = self._run(node, region, args, kwargs)
-        return self._known[key]
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Called by autograd for all that it saves."""
-        if self._packed is not None:
-            self._packed.append(tensor.untyped_storage())
-        return tensor
-
-    def _run(self, node: Node, region: Any, args: Any, kwargs: Any) -> _Effect:
-        storages: list[Any] = []  # kept alive until the end, so that the id of each stays its own
-
-        def make(value: Any) -> Any:
-            if not isinstance(value, _Placed):
-                return value
-            tensor = value.form.make()
-            storages.append(tensor.untyped_storage())
-            return tensor
-
-        fake_args = _mapped(args, make)
-        fake_kwargs = _mapped(kwargs, make)
-        num_given = len(storages)
-        number = {id(storage): place for place, storage in enumerate(storages)}
-
-        def place(storage: Any) -> int:
-            if id(storage) not in number:
-                number[id(storage)] = len(storages)
-                storages.append(storage)
-            return number[id(storage)]
-
-        self._packed = []
-        entered = enter_autocast(*region) if region is not None else None
-        try:
-            assert callable(node.target)
-            result = node.target(*fake_args, **fake_kwargs)
-        finally:
-            if entered is not None:
-                exit_autocast(entered)
-            packed = self._packed
-            self._packed = None
-        placed = _mapped(
-            list(result) if isinstance(result, tuple) else result,
-            lambda value: (
-                _Placed(_TensorForm.of(value), place(value.untyped_storage()))
-                if isinstance(value, Tensor)
-                else value
-            ),
-        )
-        saved = frozenset(map(place, packed))
-        return _Effect(
-            placed, saved, tuple(int(storage.nbytes()) for storage in storages[num_given:])
-        )
-
-
 class _StorageWalk:
     """Numbers the storages of a graph, and notes who saves them."""
 
@@ -248,32 +137,32 @@ class _StorageWalk:
         self.saved: dict[Node, set[int]] = {}
         self.results: dict[Node, set[int]] = {}
 
-    def given_value(self, node: Node) -> _Placed:
+    def given_value(self, node: Node) -> Placed:
         """A tensor of the batch, a weight or a buffer."""
         self.given.add(len(self.storages))
         self.storages.append((0, None))
-        return _Placed(self._given_form(node), len(self.storages) - 1)
+        return Placed(self._given_form(node), len(self.storages) - 1)
 
-    def run(self, node: Node, values: Mapping[Node, Any], effects: _Effects) -> Any:
+    def run(self, node: Node, values: Mapping[Node, Any], effects: Effects) -> Any:
         args = map_arg(node.args, values.__getitem__)
         kwargs = map_arg(node.kwargs, values.__getitem__)
         effect = effects.of(node, args, kwargs)
         numbers: list[int] = []
-        _mapped(
+        mapped(
             (args, kwargs),
-            lambda value: numbers.append(value.storage) if isinstance(value, _Placed) else None,
+            lambda value: numbers.append(value.storage) if isinstance(value, Placed) else None,
         )
         first_new = len(numbers)
         numbers.extend(range(len(self.storages), len(self.storages) + len(effect.new_bytes)))
         own: set[int] = set()
 
         def place(value: Any) -> Any:
-            if not isinstance(value, _Placed):
+            if not isinstance(value, Placed):
                 return value
             own.add(numbers[value.storage])
-            return _Placed(value.form, numbers[value.storage])
+            return Placed(value.form, numbers[value.storage])
 
-        result = _mapped(effect.result, place)
+        result = mapped(effect.result, place)
         for number, num_bytes in zip(numbers[first_new:], effect.new_bytes, strict=True):
             self.storages.append((num_bytes, node if number in own else None))
         if own:
@@ -282,14 +171,14 @@ class _StorageWalk:
             self.saved[node] = {numbers[place] for place in effect.saved}
         return result
 
-    def _given_form(self, node: Node) -> _TensorForm:
+    def _given_form(self, node: Node) -> TensorForm:
         value: Any = node.meta.get("val")
         if node.op == "placeholder":
             shape = shape_at(value.shape, self.captured.batch_symbol, self.batch_size)
-            return _TensorForm(shape, _contiguous(shape), value.dtype, value.device, False)
+            return TensorForm(shape, _contiguous(shape), value.dtype, value.device, False)
         state = self.captured.state[str(node.target)]
         device = value.device if isinstance(value, Tensor) else torch.device("cpu")
-        return _TensorForm(
+        return TensorForm(
             state.shape, _contiguous(state.shape), state.dtype, device, state.trainable
         )
 
@@ -327,21 +216,3 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
         if shape
         else ()
     )
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Lists, tuples, dicts and slices with every element changed."""
-    return map_aggregate(value, change)
-
-
-def _hashable(value: Any) -> Any:
-    """Arguments as a key; a number keeps its type, since 1, 1.0 and True are equal but not the same
-    to an operation.
-    """
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_hashable, value))
-    if isinstance(value, dict):
-        return tuple((key, _hashable(item)) for key, item in value.items())
-    if isinstance(value, slice):
-        return ("slice", value.start, value.stop, value.step)
-    return value.form if isinstance(value, _Placed) else (type(value), value)

@@ -72,7 +72,7 @@ def keeps_precision(op: Operation) -> bool:
 
 add_rows("add sub subtract rsub", dims=pointwise, linear=_pair, affine=in_all)
 add_rows("mul multiply", dims=pointwise, linear=in_each)
-add_rows("add sub mul", reads_position=True)
+add_rows("add sub mul", samples="counting", reads_position=True)
 add_rows("div divide true_divide", dims=pointwise, linear=_numerator)
 add_rows("where", linear=_branches, affine=_branches)
 add_rows("masked_fill", linear=_filled_with_zero)
@@ -93,6 +93,12 @@ def like(op: Operation) -> Dims | None:
 
 
 add_rows("alias detach", free=True)
+add_rows("positive lift_fresh", returns="always")
+add_rows("real conj resolve_conj resolve_neg", returns="real")
+add_rows("to type_as", returns="same format")
+add_rows("contiguous", returns="same memory", timed_as="transposed_copy")
+add_rows("alias lift_fresh_copy", equals="always")
+add_rows("detach", equals="no gradient")
 
 # a creator takes at most the shape of another tensor: only that of its result counts
 add_rows("zeros_like", kind="create", dims=like, linear=_unrounded)
@@ -121,7 +127,7 @@ def feature_dropout(op: Operation) -> Dims | None:
 
 
 add_rows("bernoulli", kind="pointwise")
-add_rows("dropout alpha_dropout feature_dropout feature_alpha_dropout", kind="dropout")
+add_rows("dropout alpha_dropout feature_dropout feature_alpha_dropout", returns="off")
 add_rows(
     "dropout alpha_dropout feature_dropout feature_alpha_dropout native_dropout",
     random=("p", "train"),
@@ -137,3 +143,12 @@ add_rows(
     "relu gelu silu tanh sigmoid exp leaky_relu hardtanh elu softplus mish hardswish",
     backward_passes=3,
 )
+
+add_rows("div where masked_fill dropout native_dropout", timed_as="mul")
+add_rows(
+    "neg clone _to_copy to type_as abs sign ge le gt lt eq ne hardtanh leaky_relu",
+    timed_as="relu",
+)
+add_rows("erf exp log sigmoid silu softplus mish logsigmoid elu", timed_as="gelu")
+add_rows("sin cos", timed_as="tanh")
+add_rows("sqrt rsqrt reciprocal", timed_as="pow")

@@ -9,7 +9,17 @@ from __future__ import annotations
 from whale.operations import flops
 from whale.operations.nodes import trains_batch_norm
 from whale.operations.operation import Label, Labels, Operation, letters
-from whale.operations.row import Dims, Groups, LinearRule, add_rows, dims, in_each, in_first, row
+from whale.operations.row import (
+    Dims,
+    Groups,
+    LinearRule,
+    add_rows,
+    dims,
+    in_each,
+    in_first,
+    needed_whole,
+    row,
+)
 
 EVERY_PAIR = "`{name}` combines every sample with every other one"
 
@@ -128,7 +138,12 @@ def cross(op: Operation) -> Dims | None:
     return dims([labels] * len(op.inputs), [labels])
 
 
-@row("_grouped_mm grouped_mm grouped_mm_fallback", kind="grouped product", linear=in_first)
+@row(
+    "_grouped_mm grouped_mm grouped_mm_fallback",
+    kind="grouped product",
+    linear=in_first,
+    samples="by shape",  # the letters need the tokens of all experts, but each is one sample's
+)
 def grouped_mm(op: Operation) -> Dims | None:
     """Rows sorted by expert, [rows, k], times the matrix of their expert, [experts, k, n]. Cut by
     experts, every device does the rows of its own and gives zeros for the others."""
@@ -159,7 +174,8 @@ def expert_mm(op: Operation) -> Dims | None:
 
 @row(
     "embedding",
-    mixes="the table of `embedding` depends on the samples",
+    mixes="the table of `embedding` depends on the samples, or its `scale_grad_by_freq` divides "
+    "gradients by how often a token stands in the whole mini-batch",
     linear=in_first,
     lookup=True,
 )
@@ -168,7 +184,7 @@ def embedding(op: Operation) -> Dims | None:
     others. `scale_grad_by_freq` counts the words of the whole mini-batch in the backward.
     """
     if op.argument("scale_grad_by_freq"):
-        return None
+        return needed_whole(op)
     words = letters("m", len(op.shapes[1]))
     inputs = op.named(weight=["v", "h"], indices=words)
     return dims(inputs, [[*words, "h"]], sums={"v"}, local={"v": "embedding"})
@@ -241,6 +257,15 @@ def batch_norm(op: Operation) -> Dims | None:
     return dims(inputs, [whole], local={"m": "batch norm"} if training else None)
 
 
+add_rows(
+    "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional "
+    "cudnn_batch_norm",
+    samples="batch norm",
+)
+add_rows("batch_norm", statistics="training")
+add_rows("instance_norm", statistics="use_input_stats")
+
+
 @row(
     "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
     "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d "
@@ -298,13 +323,33 @@ add_rows("bilinear", flop=flops.bilinear)
 add_rows("_grouped_mm grouped_mm_fallback", flop=flops.grouped_matmul)
 add_rows("tensordot", flop=flops.tensordot)
 add_rows("einsum", flop=flops.einsum)
-add_rows("conv1d conv2d conv3d", flop=flops.convolution)
-add_rows("conv_transpose1d conv_transpose2d conv_transpose3d", flop=flops.transposed_convolution)
+# the gradient that goes out, and copies of its input and of that one, laid out as it likes
+add_rows("conv1d conv2d conv3d", flop=flops.convolution, backward_copies=3)
+add_rows(
+    "conv_transpose1d conv_transpose2d conv_transpose3d",
+    flop=flops.transposed_convolution,
+    backward_copies=3,
+    timed_as="conv2d",
+)
 add_rows("scaled_dot_product_attention", flop=flops.attention, random=("dropout_p", None))
-add_rows("lstm gru rnn_tanh rnn_relu", flop=flops.recurrent, random=("dropout", "train"))
+add_rows(
+    "lstm gru rnn_tanh rnn_relu",
+    flop=flops.recurrent,
+    random=("dropout", "train"),
+    samples="recurrent",
+    timed_as="linear",
+)
 
 # products of two factors; of a layer the second one is a weight
 add_rows("linear mm matmul conv1d conv2d conv3d", factors=(0, 1), layer=True)
 add_rows("addmm", factors=(1, 2), layer=True)
 add_rows("bmm mv conv_transpose1d conv_transpose2d conv_transpose3d", factors=(0, 1))
 add_rows("addmv addbmm baddbmm", factors=(1, 2))
+
+add_rows("addmm mm einsum bilinear addbmm tensordot", timed_as="linear")
+add_rows("bmm baddbmm _grouped_mm expert_mm mv dot", timed_as="matmul")
+add_rows("conv1d conv3d", timed_as="conv2d")
+add_rows("rms_norm group_norm native_layer_norm", timed_as="layer_norm")
+add_rows("_native_batch_norm_legit native_batch_norm instance_norm", timed_as="batch_norm")
+add_rows("avg_pool2d adaptive_avg_pool2d", timed_as="sum")
+add_rows("max_pool2d_with_indices max_pool1d", timed_as="max_pool2d")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from whale.operations.elementwise import pointwise
 from whale.operations.operation import Label, Labels, Operation, dims_of, letters
-from whale.operations.row import PARTIAL, SAME, Dims, add_rows, dims, in_first, row
+from whale.operations.row import PARTIAL, SAME, Dims, add_rows, dims, in_first, needed_whole, row
 
 OVER_SAMPLES = "`{name}` is taken over all samples"
 
@@ -19,6 +19,7 @@ def additive(op: Operation) -> Dims | None:
 
 
 add_rows("sum mean", linear=in_first)
+add_rows("mean amax max min argmax var norm linalg_vector_norm", timed_as="sum")
 
 
 @row(
@@ -81,6 +82,9 @@ def normalised(op: Operation) -> Dims | None:
     return dims([labels], [labels], local={f"d{dim}": "softmax"})
 
 
+add_rows("log_softmax _safe_softmax logsumexp", timed_as="softmax")
+
+
 @row("_softmax _log_softmax softmin glu")
 def along(op: Operation) -> Dims | None:
     """Whole along the dim that is normalised."""
@@ -104,7 +108,7 @@ def argmax(op: Operation) -> Dims | None:
     """The largest of everyone's largest; the same on all devices then."""
     labels, result, reduced = _reduced(op)
     if op.argument("dim") is None:
-        return dims([[None] * len(labels)], [[None] * len(result)])
+        return needed_whole(op)
     letter = f"d{min(reduced)}"
     return dims([labels], [result], local={letter: "argmax"}, after={letter: SAME})
 
@@ -171,6 +175,7 @@ def solve(op: Operation) -> Dims | None:
 
 # the same for entries in any order; how many counts there are depends on their values
 add_rows("histc bincount", kind="histogram")
+add_rows("bincount", samples="sum")
 
 # --------------------------------------------------------------------------------------------------
 # losses
@@ -225,3 +230,6 @@ def class_loss(op: Operation) -> Dims | None:
         local={"classes": "class loss"},
         after={"classes": PARTIAL},
     )
+
+
+add_rows("nll_loss nll_loss_nd mse_loss l1_loss", timed_as="cross_entropy_loss")

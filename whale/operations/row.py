@@ -66,6 +66,11 @@ def dims(
     )
 
 
+def needed_whole(op: Operation) -> Dims:
+    """Every tensor is needed whole."""
+    return dims(op.named(), [(None,) * len(shape) for shape in op.outputs])
+
+
 Groups = list[set[int]]
 """groups of input tensors; an operation is linear in each group as a whole, others held fixed"""
 LinearRule = Callable[[Operation], Groups]
@@ -110,15 +115,31 @@ class Row:
     kind: str = ""
     """family that readers treat alike: `pointwise` where torch has no tag for it, `cast`, `view`
     (reshapes), `permute`, `expand`, `split`, `create`, `count`, `histogram`, `grouped product`,
-    `pool`, `dropout`, `loss`, `class loss`"""
+    `pool`, `loss`, `class loss`"""
     moves: bool = False
     """entries are moved or repeated, never changed"""
     batch_first: int = 0
     """number of leading tensors whose dim 0 is the batch where they hold samples, none of the others
     holds any; 0: the batch may be any dim"""
+    samples: str = ""
+    """rule of the walk over the samples for what the letters do not say, by its name in `RULES` of
+    `capture/samples.py`; none: the letters say all"""
     reads_position: bool = False
     """a rule of the walk over the samples knows what becomes of the position of a sample in the
     batch (`arange(batch)`); other operations must not use it, unless they only move it"""
+    returns: str = ""
+    """when the result is the first argument itself, no view and no copy of it: `always`, `real`
+    (for real numbers), `same shape`, `same format` (dtype, device, strides), `same memory`, `off`
+    (a dropout that is); none: never"""
+    equals: str = ""
+    """when the result, a view or a copy, has the values of the first argument: `always`,
+    `same shape`, `no gradient` (where none flows); none: as `returns` says"""
+    joined_along: int | None = None
+    """another name of `cat`, along this dim of tensors that have it"""
+    reads_strides: bool = False
+    """fails on other strides than those of the eager model"""
+    statistics: str | None = None
+    """running statistics are written if this argument is true, though the schema does not say so"""
     free: bool = False
     """costs nothing: a view of its input (`reshape` and `flatten` sometimes copy, and are counted
     as if they never did)"""
@@ -129,14 +150,17 @@ class Row:
     backward_passes: float | None = None
     """bytes that the backward moves for each operand with a gradient, in units of the result's;
     None: not known, twice what the forward moves"""
+    backward_copies: int | None = None
+    """tensors of the size of its largest that the backward holds beside the gradient that comes in;
+    None: one gradient that goes out"""
     factors: tuple[int, int] | None = None
     """places of the two arguments of a product, each of whose gradients is such a product"""
     layer: bool = False
     """the split backward puts off the gradient of the second factor, the weight; the first one is
     saved until then"""
     timed_as: str | None = None
-    """measured operation whose time it is taken to need (`costs/measured.py`); None: its own, or
-    that of moving bytes"""
+    """operation whose time it is taken to need, of the few that `whale profile` measures
+    (`costs/measured.py`); None: its own, or that of moving bytes"""
     weighted: bool = False
     """a product whose weights the axes x and y of a grid cut"""
     random: tuple[str | None, str | None] | None = None

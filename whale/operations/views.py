@@ -20,7 +20,7 @@ from whale.operations.operation import (
     dims_of,
     letters,
 )
-from whale.operations.row import Dims, Groups, add_rows, dims, in_all, in_first, row
+from whale.operations.row import Dims, Groups, add_rows, dims, in_all, in_first, needed_whole, row
 
 SEPARATE = 7
 """smallest size used to see where each dim of a permutation goes: sizes 7, 8, 9, ... tell the dims
@@ -30,11 +30,12 @@ apart
 
 def _same_numbers(op: Operation) -> Groups:
     """Linear in the first tensor, unless its bits are read as numbers of another type."""
-    return [] if _reads_bits(op) else [{0}]
+    return [] if reads_bits(op.node) else [{0}]
 
 
-def _reads_bits(op: Operation) -> bool:
-    return str(op.node.target) == "aten.view.dtype"
+def reads_bits(node: Node) -> bool:
+    """Whether this is a view of the same bits as numbers of another type."""
+    return str(node.target) == "aten.view.dtype"
 
 
 @row(
@@ -50,7 +51,7 @@ def reshape(op: Operation) -> Dims | None:
     """Sizes are multiplied or factored in groups. In each group the outermost dims run along each
     other (heads of a width); where the first part is taken apart afterwards (q, k, v), or the
     samples stand inside, the next ones do, and the flat dim is cut in each segment."""
-    if _reads_bits(op) or not op.outputs:
+    if reads_bits(op.node) or not op.outputs:
         return None
     inputs: list[Label] = [None] * len(op.shapes[0])
     outputs: list[Label] = [None] * len(op.outputs[0])
@@ -190,6 +191,7 @@ def along_dim(op: Operation) -> Dims | None:
 add_rows("slice narrow select unbind roll flip flipud fliplr cumsum", linear=in_first)
 add_rows("diff", linear=in_all)  # together with what stands in front and behind
 add_rows("slice narrow select unbind", moves=True, free=True)
+add_rows("slice narrow unsafe_split unsafe_chunk", samples="blocks")
 add_rows("select", mixes="one sample is picked out of the batch by its position")
 add_rows("unbind", mixes="the batch is cut into single samples")
 add_rows(
@@ -197,6 +199,9 @@ add_rows(
     mixes="some samples are overwritten by their position in the batch",
 )
 add_rows("as_strided diagonal", free=True)
+add_rows("view_as_complex as_strided", reads_strides=True)
+add_rows("view reshape expand", equals="same shape")
+add_rows("flatten atleast_1d atleast_2d atleast_3d", returns="same shape")
 add_rows("diagonal trace", linear=in_first)
 
 
@@ -206,6 +211,7 @@ add_rows("diagonal trace", linear=in_first)
     linear=in_first,
     moves=True,
     free=True,
+    samples="blocks",
 )
 def split(op: Operation) -> Dims | None:
     """Parts of one size can be cut alike: the whole dim is then cut in each of its segments."""
@@ -227,6 +233,7 @@ def split(op: Operation) -> Dims | None:
     linear=in_all,
     moves=True,
     mixes="rows that are not samples are added to the batch",
+    samples="join",
 )
 def join(op: Operation) -> Dims | None:
     """The other way round: parts of one size are the segments of the result."""
@@ -245,6 +252,9 @@ def join(op: Operation) -> Dims | None:
 
 
 add_rows("cat stack", affine=in_all)
+add_rows("vstack row_stack", joined_along=0)
+add_rows("hstack column_stack", joined_along=1)
+add_rows("dstack", joined_along=2)
 
 
 @row("stack", linear=in_all, moves=True)
@@ -256,7 +266,7 @@ def stack(op: Operation) -> Dims | None:
     return dims([labels] * len(op.inputs), [[*labels[:dim], None, *labels[dim:]]])
 
 
-@row("repeat_interleave", linear=in_first, moves=True)
+@row("repeat_interleave", linear=in_first, moves=True, samples="interleave")
 def repeat_interleave(op: Operation) -> Dims | None:
     """Entries are repeated one by one, so the dim itself can be cut too (keys for several query
     heads).
@@ -267,7 +277,7 @@ def repeat_interleave(op: Operation) -> Dims | None:
     return dims([labels], [labels])
 
 
-@row("repeat tile", linear=in_first, moves=True)
+@row("repeat tile", linear=in_first, moves=True, samples="repeat")
 def repeat(op: Operation) -> Dims | None:
     """Whole along what is repeated."""
     rank = len(op.outputs[0])
@@ -296,7 +306,7 @@ def pad(op: Operation) -> Dims | None:
 # lookups
 
 
-@row("index_select", linear=in_first, lookup=True)
+@row("index_select", linear=in_first, lookup=True, samples="pick", timed_as="embedding")
 def index_select(op: Operation) -> Dims | None:
     """Whole along the dim that is looked up."""
     dim = dims_of(op, len(op.shapes[0]))[0]
@@ -309,7 +319,7 @@ MASK_DTYPES = (torch.bool, torch.uint8)
 """types of indices that torch takes as masks"""
 
 
-@row("index", linear=in_first, lookup=True)
+@row("index", linear=in_first, lookup=True, samples="index", timed_as="embedding")
 def index(op: Operation) -> Dims | None:
     """One tensor of indices: it is whole along the dim that is looked up, and its own dims run
     along. A mask has no dims of its own.
@@ -340,9 +350,21 @@ def gather(op: Operation) -> Dims | None:
     return dims([labels] * len(op.inputs), [labels])
 
 
-add_rows("gather take_along_dim", lookup=True)
+add_rows("gather take_along_dim", lookup=True, timed_as="embedding")
+add_rows("cat stack pad constant_pad_nd repeat roll flip", timed_as="transposed_copy")
 add_rows("gather", linear=in_first)
+add_rows("gather take_along_dim scatter scatter_add scatter_reduce", samples="gather")
+add_rows("index_put", samples="index")
+add_rows("masked_select", samples="mask")
 add_rows("index index_select gather index_put getitem", reads_position=True)
+
+
+add_rows(
+    "masked_scatter take put unique_consecutive unique_dim nonzero kron isin",
+    dims=needed_whole,
+    mixes="`{name}` takes values in the order of the whole batch, so which sample they belong to "
+    "is not known",
+)
 
 
 @row("one_hot")
