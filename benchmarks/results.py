@@ -42,6 +42,12 @@ class Benchmark:
     needs_measurements: bool = False
     """of real GPUs, `--measurements DIR`"""
 
+    @property
+    def command(self) -> str:
+        """What a reader types to make its figures again."""
+        measurements = " --measurements DIR" if self.needs_measurements else ""
+        return f"python benchmarks/{self.name}.py{measurements}"
+
 
 NOT_DETAILS = {"name", "ratio", "target", "at_most", "ok"}
 MEASURED = "measured on CPU"
@@ -273,8 +279,7 @@ def record(benchmark: Benchmark, line: dict[str, Any]) -> dict[str, Any]:
         "how": benchmark.how,
         "claim": benchmark.claim,
         "against": benchmark.against,
-        "command": f"python benchmarks/{benchmark.name}.py"
-        + (" --measurements DIR" if benchmark.needs_measurements else ""),
+        "command": benchmark.command,
         "commit": commit.stdout.strip(),
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores of {_processor()}, torch {torch.__version__}",
