@@ -143,12 +143,14 @@ def results_page(path: Path) -> str:
     parts.extend(_result(found[name]) for name in order)
     missing = [benchmark for benchmark in BENCHMARKS if benchmark.name not in found]
     if missing:
-        parts.append("\n## Not taken yet\n\n")
+        parts.append(
+            "\n## Not taken yet\n\n`python benchmarks/results.py NAME` adds one of these.\n\n"
+        )
         rows = [
-            [f"`{each.command}`", each.how, f"{each.claim}, against: {each.against}"]
+            [f"`{each.name}`", each.how, f"{each.claim}, against: {each.against}"]
             for each in missing
         ]
-        parts.append(table(["command", "how", "claim"], rows))
+        parts.append(table(["name", "how", "claim"], rows))
     return "".join(parts)
 
 

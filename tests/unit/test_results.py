@@ -60,11 +60,11 @@ def test_a_new_line_takes_the_place_of_the_old_one(
     assert page.index("{ #mixed_gpus }") < page.index("{ #planning }")  # as in the overview
     assert "`python benchmarks/mixed_gpus.py`" in page and "| machine | " in page
     missing = page.partition("## Not taken yet")[2]
-    assert "`python benchmarks/dp_vs_ddp.py`" in missing and "planning.py" not in missing
+    assert "| `dp_vs_ddp` | measured on CPU | " in missing and "`planning`" not in missing
     (tmp_path / "none.jsonl").write_text("")
     empty = site_pages.results_page(tmp_path / "none.jsonl")
     assert "No results" in empty
-    assert empty.count("`python benchmarks/") == len(results.BENCHMARKS)
+    assert all(f"| `{each.name}` | {each.how} | " in empty for each in results.BENCHMARKS)
 
 
 def test_the_overview_shows_the_case_with_the_worst_margin() -> None:
