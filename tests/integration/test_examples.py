@@ -123,6 +123,7 @@ def check_quickstart(printed: str, alone: str, num_replicas: int = 2) -> None:
     replicas = "1 model replica" if num_replicas == 1 else f"{num_replicas} model replicas"
     assert f"2 stages x {replicas}, batch 32 in 4 micro-batches" in printed
     assert "1 stage" in alone
+    check_words(EXAMPLES / "quickstart.py", printed)
     assert len(losses(printed)) == 3  # steps 1, 10, 11
     assert losses(printed) == pytest.approx(losses(alone), rel=FLOAT32)
     seen = [
