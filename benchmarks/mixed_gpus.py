@@ -1,6 +1,7 @@
 """The cluster of the README: GPT-2 with 1.3 B parameters on two RTX 3090, an RTX 4090 and four V100,
 64 x 512 tokens a step. The plan that Whale chooses against what people do with such cards today:
-even pipelines, and even shards of weights and samples (FSDP's rule). All by our own simulator.
+full copies (DDP), even pipelines, and even shards of weights and samples (FSDP's rule). All by our own
+simulator.
 
 `python benchmarks/mixed_gpus.py fp16` does it in half precision.
 """
@@ -85,6 +86,15 @@ def main() -> None:
     took_s = time.perf_counter() - begin
     say(f"Whale's choice: {ours.step_s:.2f} s, found in {took_s:.1f} s with capture")
     others = {
+        "full copies": even_step_s(
+            model,
+            cluster,
+            "a full copy on every card (DDP)",
+            strategy="data",
+            zero=0,
+            recompute=False,
+            precision=precision,
+        ),
         "even pipelines": even_step_s(
             model,
             cluster,

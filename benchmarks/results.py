@@ -52,6 +52,12 @@ class Benchmark:
     def options(self) -> list[str]:
         return self.name.split()[1:]
 
+    @property
+    def command(self) -> str:
+        """What a reader types to make its figures again."""
+        measurements = " --measurements DIR" if self.needs_measurements else ""
+        return " ".join(["python", self.script, *self.options]) + measurements
+
 
 NOT_DETAILS = {"name", "ratio", "target", "at_most", "ok"}
 MEASURED = "measured on CPU"
@@ -367,8 +373,7 @@ def record(benchmark: Benchmark, line: dict[str, Any]) -> dict[str, Any]:
         "how": benchmark.how,
         "claim": benchmark.claim,
         "against": benchmark.against,
-        "command": " ".join(["python", benchmark.script, *benchmark.options])
-        + (" --measurements DIR" if benchmark.needs_measurements else ""),
+        "command": benchmark.command,
         "commit": commit.stdout.strip(),
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores of {_processor()}, torch {torch.__version__}",

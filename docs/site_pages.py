@@ -14,6 +14,7 @@ import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from benchmarks.results import BENCHMARKS
 from whale.cli import app
 from whale.config import Config
 
@@ -110,38 +111,101 @@ def _option(parameter: click.Parameter) -> list[str] | None:
 
 # ---- results
 
+RESULTS_HEAD = """# Results
+
+`make results` runs the benchmarks, one after the other, and this page shows what they printed. A figure is a ratio
+within one run; each section names what it is compared with, its command, commit, date and machine. How a figure was
+obtained:
+
+- **measured on CPU**: by the clock, real processes on the machine named;
+- **emulated**: real processes on CPUs that take the time which the cost model gives the GPUs named;
+- **predicted**: by Whale's simulator; nothing ran.
+
+No figure here was measured on a GPU by us.
+"""
+UNITS = {"_s": "s", "_ms": "ms", "_us": "us"}
+"""endings of names -> units"""
+
 
 def results_page(path: Path) -> str:
-    """One table for each benchmark, from the lines that `make results` wrote."""
-    records = [json.loads(line) for line in path.read_text().splitlines() if line]
-    parts = [
-        "# Results\n\nMade by `make results`: each benchmark prints one JSON line, and this page shows "
-        "them. **measured**: real processes on the CPU of the machine named. **emulated**: real "
-        "processes that take the times of the GPUs named. **predicted**: by Whale's simulator, no "
-        "process at all. No figure here was measured on a GPU by us.\n"
-    ]
-    if not records:
+    """An overview, then one section for each benchmark, from the lines that `make results` wrote."""
+    lines = [line for line in path.read_text().splitlines() if line]
+    found = {record["name"]: record for record in map(json.loads, lines)}
+    known = [benchmark.name for benchmark in BENCHMARKS]
+    order = [name for name in known if name in found]
+    order += sorted(found.keys() - set(known))
+    parts = [RESULTS_HEAD]
+    if not found:
         parts.append("\nNo results have been taken at this commit yet.\n")
-    for record in sorted(records, key=lambda record: record["name"]):
-        parts.append(_result(record))
+    else:
+        head = ["claim", "how", "worst case", "target", "cases that reach it", "date"]
+        parts.append("\n" + table(head, [_overview(found[name]) for name in order]))
+    parts.extend(_result(found[name]) for name in order)
+    missing = [benchmark for benchmark in BENCHMARKS if benchmark.name not in found]
+    if missing:
+        parts.append(
+            "\n## Not taken yet\n\n`python benchmarks/results.py NAME` adds one of these.\n\n"
+        )
+        rows = [
+            [f"`{each.name}`", each.how, f"{each.claim}, against: {each.against}"]
+            for each in missing
+        ]
+        parts.append(table(["name", "how", "claim"], rows))
     return "".join(parts)
+
+
+def _overview(record: dict[str, Any]) -> list[str]:
+    """The row of a benchmark: the case that is nearest to its target, or furthest beyond it."""
+    claims = list(record["claims"].values())
+    worst = min(claims, key=_margin)
+    reached = sum(claim["ok"] for claim in claims)
+    share = f"{reached} of {len(claims)}"
+    return [
+        f"[{record['claim']}](#{record['name']})",
+        record["how"],
+        f"{worst['ratio']:.4g}",
+        _target(worst),
+        share if reached == len(claims) else f"**{share}**",
+        record["date"],
+    ]
+
+
+def _margin(claim: dict[str, Any]) -> float:
+    """How many times better than its target a figure is; below 1 where it is missed."""
+    ratio, target = float(claim["ratio"]), float(claim["target"])
+    better, worse = (target, ratio) if claim["at_most"] else (ratio, target)
+    return better / worse if worse else float("inf")
+
+
+def _target(claim: dict[str, Any]) -> str:
+    return f"{'at most' if claim['at_most'] else 'at least'} {claim['target']}"
 
 
 def _result(record: dict[str, Any]) -> str:
     rows = []
     for name, figures in record["claims"].items():
-        target = f"{'at most' if figures['at_most'] else 'at least'} {figures['target']}"
         verdict = "yes" if figures["ok"] else "**no**"
         details = ", ".join(_figure(key, value) for key, value in figures["details"].items())
-        rows.append([name, f"{figures['ratio']}", target, verdict, details])
+        rows.append([name, f"{figures['ratio']:.4g}", _target(figures), verdict, details])
+    facts = [
+        ["compared with", record["against"]],
+        ["how", record["how"]],
+        ["command", f"`{record['command']}`"],
+        ["commit, date", f"`{record['commit']}`, {record['date']}"],
+        ["machine", record["machine"]],
+    ]
     return (
-        f"\n## {record['name']}\n\n{record['claim']} ({record['how']})\n\n"
+        f"\n## {record['claim']} {{ #{record['name']} }}\n\n"
         + table(["case", "found", "target", "reached", "figures behind it"], rows)
-        + f"\nAgainst: {record['against']}. Made by `{record['command']}` at commit "
-        f"`{record['commit']}`, {record['date']}, {record['machine']}.\n"
+        + "\n"
+        + table(["", ""], facts)
     )
 
 
 def _figure(name: str, value: Any) -> str:
-    """`whale_s 2.126`."""
-    return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+    """`whale 2.126 s` for the value of `whale_s`."""
+    text = f"{value:.4g}" if isinstance(value, float) else f"{value}"
+    for ending, unit in UNITS.items():
+        if name.endswith(ending) and not isinstance(value, str):
+            return f"{name.removesuffix(ending).replace('_', ' ')} {text} {unit}"
+    return f"{name.replace('_', ' ')} {text}"

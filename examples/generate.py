@@ -5,7 +5,10 @@
 
 `engine.evaluate` runs on the ranks as training does, so it needs no whole model anywhere.
 `engine.module()` puts a real local model together on rank 0, for `generate` and for everything else
-that wants one; `engine.save_pretrained` writes it for `from_pretrained`.
+that wants one; `engine.save_pretrained` writes it for `from_pretrained`. It prints
+
+    trained to 0.0078, held-out loss 0.0075, next word right 100.0%
+    continues 5 6 7 with [8, 9, 10, 11, 12]
 """
 
 from __future__ import annotations

@@ -7,7 +7,11 @@
     whale plan -n 4 examples/quickstart.py                   what would run where, without a run
 
 The model is plain PyTorch. The four lines that make it a Whale job end with "# line 1" to "# line
-4".
+4". Each of the first three, with `--steps 11 --batch 32`, prints
+
+    ...
+    on 512 drawings that it has never seen: 38.9% right, loss 1.181793
+    ...
 """
 
 from __future__ import annotations

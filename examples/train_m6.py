@@ -8,7 +8,19 @@ checkpoint.
     whale plan -n 4 examples/train_m6.py                   what would run where, without running it
 
 The model (models/m6.py) knows nothing of Whale: it is annotated from outside. The data
-(models/drawings.py) is drawn by code.
+(models/drawings.py) is drawn by code. The second command prints
+
+    ...
+    4 devices (4 x CPU): 2 stages x 2 model replicas, batch 64 in 4 micro-batches, schedule 1f1b
+    ...
+    step 1/400  loss 4.6457  529 samples/s  bubble 5%  48 s left
+    ...
+    step 400/400  loss 0.0034  350 samples/s  bubble 42%  0 s left
+    ...
+    captions right   99.2% of the held-out drawings, whole caption, greedy
+    answers right    98.8% (questions about one side)
+    loss             4.6457 at the start, 0.0034 at the end
+    ...
 """
 
 from __future__ import annotations

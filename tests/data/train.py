@@ -1,7 +1,8 @@
-"""The script of README with Whale; also the `train.py` that commands on the pages mean."""
+"""The script of README and docs/moving.md with Whale; also the `train.py` that commands on the pages mean."""
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import whale as wh
 
@@ -18,21 +19,21 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.layers(x), labels)
 
 
-def batches() -> list[dict[str, torch.Tensor]]:
-    """5 mini-batches of 32 samples."""
+def samples() -> list[dict[str, torch.Tensor]]:
+    """160 samples, for 5 mini-batches of 32."""
     generator = torch.Generator().manual_seed(1)
     made = []
-    for _ in range(5):
-        x = torch.randn(32, 16, generator=generator)
-        made.append({"x": x, "labels": x[:, :4].argmax(1)})
+    for x in torch.randn(160, 16, generator=generator):
+        made.append({"x": x, "labels": x[:4].argmax()})
     return made
 
 
-loader = batches()
-sample_batch = loader[0]
+dataset = samples()
 losses = []
 
 wh.init()
+loader = DataLoader(dataset, batch_size=32)
+sample_batch = next(iter(loader))
 engine = wh.parallelize(
     Net(), sample_batch, optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)
 )

@@ -1,11 +1,13 @@
-"""The script of README before Whale, for torchrun: each rank has its own half of every mini-batch."""
-
-import os
+"""The script of README and docs/moving.md before Whale, for torchrun: each rank has its own half of every
+mini-batch.
+"""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 
 class Net(nn.Module):
@@ -20,21 +22,21 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.layers(x), labels)
 
 
-def batches(part: int, num_parts: int) -> list[dict[str, torch.Tensor]]:
-    """One part of each of 5 mini-batches of 32 samples."""
+def samples() -> list[dict[str, torch.Tensor]]:
+    """160 samples, for 5 mini-batches of 32."""
     generator = torch.Generator().manual_seed(1)
     made = []
-    for _ in range(5):
-        x = torch.randn(32, 16, generator=generator)
-        batch = {"x": x, "labels": x[:, :4].argmax(1)}
-        made.append({name: value.chunk(num_parts)[part] for name, value in batch.items()})
+    for x in torch.randn(160, 16, generator=generator):
+        made.append({"x": x, "labels": x[:4].argmax()})
     return made
 
 
-loader = batches(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+dataset = samples()
 losses = []
 
 dist.init_process_group()
+sampler = DistributedSampler(dataset, shuffle=False)
+loader = DataLoader(dataset, batch_size=32 // dist.get_world_size(), sampler=sampler)
 model = DistributedDataParallel(Net())
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 

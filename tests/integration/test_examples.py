@@ -88,8 +88,15 @@ def losses(printed: str) -> list[float]:
 
 def check_head(script: Path, printed: str) -> None:
     """The lines under "prints" at the head of an example are those that it prints, and the last loss
-    there is that of the run.
+    of a step there is that of the run. Words only where the run has other settings: `check_words`.
     """
+    lines = check_words(script, printed)
+    last = losses("\n".join(lines))
+    assert last and losses(printed)[-1] == pytest.approx(last[-1], rel=0.02, abs=2e-3)
+
+
+def check_words(script: Path, printed: str) -> list[str]:
+    """The lines at the head of an example; they are those that it prints, up to numbers."""
     head = script.read_text().partition('"""\n\nfrom __future__')[0]
     _, found, expected = head.partition("prints")
     assert found, f"{script.name} does not say what it prints"
@@ -98,8 +105,7 @@ def check_head(script: Path, printed: str) -> None:
     shown = [line for line in printed.splitlines() if not line.startswith(NOT_OF_THE_SCRIPT)]
     complaint = difference(tuple(lines), "\n".join(shown))
     assert not complaint, complaint
-    last = re.findall(r"loss (\d+\.\d+)", "\n".join(lines))
-    assert last and losses(printed)[-1] == pytest.approx(float(last[-1]), rel=0.02, abs=2e-3)
+    return lines
 
 
 # ---- quickstart, on one host and on two
@@ -117,6 +123,7 @@ def check_quickstart(printed: str, alone: str, num_replicas: int = 2) -> None:
     replicas = "1 model replica" if num_replicas == 1 else f"{num_replicas} model replicas"
     assert f"2 stages x {replicas}, batch 32 in 4 micro-batches" in printed
     assert "1 stage" in alone
+    check_words(EXAMPLES / "quickstart.py", printed)
     assert len(losses(printed)) == 3  # steps 1, 10, 11
     assert losses(printed) == pytest.approx(losses(alone), rel=FLOAT32)
     seen = [
@@ -176,6 +183,7 @@ def test_the_demo_and_how_it_resumes(tmp_path: Path) -> None:
     weights.
     """
     printed = run(tmp_path, "whale", "run", "-n", "4", EXAMPLES / "train_m6.py", *SMALL)
+    check_words(EXAMPLES / "train_m6.py", printed)
     assert "2 stages x 2 model replicas" in printed
     assert re.search(r"step 6/6  loss [\d.]+  \d+ samples/s  bubble \d+%  0 s left", printed)
     assert re.search(r"captions right +│ +[\d.]+% of the held-out drawings", printed)
@@ -398,6 +406,8 @@ def test_lora_by_the_trainer(tmp_path: Path, options: tuple[str, ...]) -> None:
         files = {path.name for path in (tmp_path / name / "adapter").iterdir()}
         assert {"adapter_config.json", "adapter_model.safetensors"} <= files
         assert ("continues 5 6 7 with" in printed) == (not options)
+        if name == "one" and not options:
+            check_words(script, printed)
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)
     planned = run(tmp_path, "whale", "plan", "--cluster", EXAMPLES / "unlike_memories.yaml", script)
     assert "large-card" in planned and "small-card" in planned
@@ -413,6 +423,7 @@ def test_evaluation_and_generation(tmp_path: Path) -> None:
         [line for line in text.splitlines() if line.startswith(("trained to", "continues"))]
         for text in printed
     ]
+    check_words(script, printed[0])
     assert len(lines[0]) == 2
     assert lines[0][1] == lines[1][1]
     first, second = (re.findall(r"[\d.]+", each[0]) for each in lines)

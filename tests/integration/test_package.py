@@ -81,6 +81,8 @@ def test_wheel_and_sdist_work_in_an_empty_environment(tmp_path: Path) -> None:
     wheel, sdist = build(tmp_path)
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())
+        (metadata,) = [name for name in inside if name.endswith(".dist-info/METADATA")]
+        assert "\n# Whale\n" in archive.read(metadata).decode()  # README is the page of the package
     assert "whale/py.typed" in inside
     assert any(name.startswith("whale/report/templates/") for name in inside)
     assert not any(name.startswith(("tests/", "benchmarks/", "examples/")) for name in inside)

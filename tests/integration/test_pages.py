@@ -31,20 +31,19 @@ def test_commands_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     assert not wrong, "\n\n".join(wrong)
 
 
-# ---- the script of README before and after
+# ---- the script of README and of docs/moving.md before and after
 
 
 def lines_of(name: str) -> list[str]:
     return [line.split("  #")[0].rstrip() for line in (pages.ROOT / name).read_text().splitlines()]
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/moving.md"])
 @pytest.mark.parametrize(
     ("script", "signs"), [("tests/data/train_ddp.py", " -"), ("tests/data/train.py", " +")]
 )
-def test_the_diff_of_the_readme_is_that_of_two_scripts(script: str, signs: str) -> None:
-    (diff,) = [
-        block for block in pages.blocks(pages.ROOT / "README.md") if block.language == "diff"
-    ]
+def test_the_diff_of_a_page_is_that_of_two_scripts(page: str, script: str, signs: str) -> None:
+    (diff,) = [block for block in pages.blocks(pages.ROOT / page) if block.language == "diff"]
     wanted = [line[1:].split("  #")[0].rstrip() for line in diff.lines if line[:1] in signs]
     there = iter(lines_of(script))
     for line in wanted:

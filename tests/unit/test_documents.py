@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
+import whale
 from tests.pages import blocks
 from whale.cli import app
 
@@ -82,12 +83,14 @@ def test_files_commands_and_targets_exist(page: Path) -> None:
 
 
 def test_names_of_the_reference_are_there() -> None:
-    """`make docs` takes their docstrings."""
+    """`make docs` takes their docstrings; every public name has a place."""
     names = re.findall(r"^::: ([\w.]+)", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
     assert len(names) > 10
     for name in names:
         module, _, attribute = name.rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
+    shown = {name.rpartition(".")[2] for name in names}
+    assert shown == set(whale.__all__) - {"Config"}  # which has a page of its own
 
 
 def test_the_readme_is_short() -> None:

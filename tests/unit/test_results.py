@@ -55,7 +55,23 @@ def test_a_new_line_takes_the_place_of_the_old_one(
     pytest.importorskip("mkdocs")
     site_pages = pytest.importorskip("docs.site_pages")
     page = site_pages.results_page(tmp_path / "results.jsonl")
-    assert r"| a \| b | 1.4 | at least 1.5 | **no** | whale_s 2.1 |" in page
-    assert page.count("\n## ") == 2 and "python benchmarks/mixed_gpus.py" in page
+    assert r"| a \| b | 1.4 | at least 1.5 | **no** | whale 2.1 s |" in page
+    assert r"](#mixed_gpus) | predicted | 1.4 | at least 1.5 | **0 of 1** |" in page
+    assert page.index("{ #mixed_gpus }") < page.index("{ #planning }")  # as in the overview
+    assert "`python benchmarks/mixed_gpus.py`" in page and "| machine | " in page
+    missing = page.partition("## Not taken yet")[2]
+    assert "| `dp_vs_ddp` | measured on CPU | " in missing and "`planning`" not in missing
     (tmp_path / "none.jsonl").write_text("")
-    assert "No results" in site_pages.results_page(tmp_path / "none.jsonl")
+    empty = site_pages.results_page(tmp_path / "none.jsonl")
+    assert "No results" in empty
+    assert all(f"| `{each.name}` | {each.how} | " in empty for each in results.BENCHMARKS)
+
+
+def test_the_overview_shows_the_case_with_the_worst_margin() -> None:
+    pytest.importorskip("mkdocs")
+    site_pages = pytest.importorskip("docs.site_pages")
+    line = {"name": "planning", "ratio": 0.9, "target": 1.0, "ok": True}
+    cases = {"near": {"ratio": 0.9, "target": 1.0}, "far": {"ratio": 0.2, "target": 1.0}}
+    made = results.record(benchmark("planning"), line | {"details": cases})
+    row = site_pages._overview(made)
+    assert row[2:5] == ["0.9", "at most 1.0", "2 of 2"]

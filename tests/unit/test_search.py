@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from whale import session
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link, device_kind
 from whale.planning.problem import Problem
 from whale.plans.plan import Plan
+from whale.report import plan_page
 from whale.search import choose
 from whale.search.drafting import Drafted, Drafting, actions_seconds
 from whale.search.hint import hint
@@ -103,6 +105,24 @@ def test_the_search_beats_data_parallelism_and_every_even_pipeline() -> None:
         for schedule in ("1f1b", "auto")
     ]
     assert found <= min(wh.simulate(plan).step_s for plan in others) * (1 + 1e-9)
+
+
+def test_the_plan_and_its_page_list_what_was_tried_besides() -> None:
+    plan = plan_of()
+    others = plan.alternatives
+    plain_s = wh.simulate(plan_of(strategy="data")).step_s
+    assert [each.step_s for each in others if each.what == "data parallel"] == [plain_s]
+    assert len(others) > 2 and len({each.what for each in others}) == len(others)
+    assert strategy_of(plan) not in {each.what for each in others}
+    assert sorted(each.step_s for each in others) == [each.step_s for each in others]
+    timeline = wh.simulate(plan)
+    page = plan_page.html(plan, timeline)
+    figures = plan_page.plan_json(plan, timeline)["alternatives"]
+    for number, each in enumerate(others):
+        assert figures[number] == {"what": each.what, "step_s": each.step_s}
+        assert f'data-key="alternatives.{number}.step_s" data-value="{each.step_s}"' in page
+        assert html.escape(each.what) in page
+    assert plan_of(strategy="data").alternatives == ()
 
 
 @pytest.mark.slow

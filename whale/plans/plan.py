@@ -63,6 +63,15 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """Another plan that the search made and simulated, for comparison."""
+
+    what: str
+    """in one line, as `Decision.choice` has it"""
+    step_s: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """What runs where, and why."""
 
@@ -84,6 +93,8 @@ class Plan:
     shares: tuple[ReplicaShare, ...] = ()
     """every different one"""
     decisions: tuple[Decision, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    """what the search made besides, fastest first; empty where nothing was searched"""
     notes: tuple[str, ...] = ()
     least_samples: int = 1
     """0: a device may be left without samples; 1: every device must take part (batch statistics,
@@ -300,6 +311,7 @@ __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "PLAN_FORMAT",
     "WHOLE",
+    "Alternative",
     "Boxes",
     "Crossing",
     "Decision",

@@ -98,6 +98,7 @@ def html(plan: Plan, timeline: Timeline) -> str:
         decisions=Sheet(
             ("what", "choice", "why"), (), [(d.what, d.choice, d.why) for d in plan.decisions]
         ),
+        alternatives=_alternatives(plan, timeline),
         notes=plan.notes,
     )
 
@@ -200,6 +201,17 @@ def _elsewhere(timeline: Timeline) -> Sheet | None:
     return Sheet(words, ("held", "in", "out"), rows, len(timeline.devices) - len(shown))
 
 
+def _alternatives(plan: Plan, timeline: Timeline) -> Sheet | None:
+    """Other plans that the search made, with their predicted steps beside that of this one."""
+    if not plan.alternatives:
+        return None
+    rows: list[list[Cell]] = []
+    for number, each in enumerate(plan.alternatives):
+        ratio = f"{each.step_s / timeline.step_s:.2f}" if timeline.step_s else ""
+        rows.append([each.what, _seconds(f"alternatives.{number}.step_s", each.step_s), ratio])
+    return Sheet(("plan",), ("predicted step", "times this plan's step"), rows)
+
+
 def _sharding_section(plan: Plan, sharding: StageSharding) -> tuple[str, Sheet, list[str]]:
     """Heading, operations and remarks of a stage on a grid."""
     rows = []
@@ -254,6 +266,7 @@ def plan_json(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         ],
         "shardings": [_sharding(each) for view in plan.by_template for each in view.shardings],
         "decisions": [asdict(decision) for decision in plan.decisions],
+        "alternatives": [asdict(alternative) for alternative in plan.alternatives],
         "notes": list(plan.notes),
         "renamed": RENAMED_FIELDS,
     }

@@ -45,7 +45,7 @@ def _speed(timeline: Timeline) -> str:
     return (
         f"A step should take {human_seconds(timeline.step_s)}, which is "
         f"{human_rate(timeline.samples_per_s)} samples a second; devices compute for "
-        f"{1 - timeline.bubble:.0%} of that time. {timeline.limit}"
+        f"{1 - timeline.bubble:.0%} of that time. The step is limited by {timeline.limit}"
     ).rstrip(".") + "."
 
 

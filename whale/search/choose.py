@@ -15,7 +15,7 @@ from whale.planning.planner import make_plan
 from whale.planning.problem import Problem
 from whale.planning.stages import Assignment
 from whale.planning.suggestions import with_more
-from whale.plans.plan import Decision, Plan
+from whale.plans.plan import Alternative, Decision, Plan
 from whale.plans.shares import DoesNotFit
 from whale.search.budget import Budget
 from whale.search.drafting import Drafted, actions_seconds
@@ -29,6 +29,8 @@ STRATEGY = "strategy"
 """what the decision of the search is called in a plan"""
 LEAST_GAIN = 0.01
 """of the step: data parallelism is kept where nothing is faster by more"""
+MOST_ALTERNATIVES = 12
+"""of the plans that a search made, so many are listed in the one that is taken"""
 
 OFFER = Budget(estimates=100, cut_moves=40, drafts=1, split=1, tensor=0, zero=1, polished=0)
 """what is tried to offer a plan that fits"""
@@ -173,25 +175,36 @@ def _best_of(
         score_s = step_s + actions_seconds(plain[0])
         if best.score_s > (1 - LEAST_GAIN) * score_s:
             why = f"{_counts(done)}; the best other plan takes {human_seconds(best.step_s)}"
-            return _with_decision(problem, plain, why)
+            return _with_decision(problem, plain, why, others=_drafted_besides(done, None))
+    others = _drafted_besides(done, best)
+    compared = others[:2]
+    if plain is not None:
+        plain_s = step_seconds(plain[0]).step_s
+        compared = [Alternative("data parallel", plain_s), *compared]
+        # what most people would take instead is listed, however slow it is
+        listed = [compared[0], *others[: MOST_ALTERNATIVES - 1]]
+        others = sorted(listed, key=lambda each: each.step_s)
+    why = _why(done, best, compared)
     made = (best.plan, best.assignment)
     left_over = () if done.slices is None else done.slices.left_over
-    return _with_decision(problem, made, _why(done, best, plain), best, left_over)
+    return _with_decision(problem, made, why, best, left_over, others)
 
 
-def _why(done: Search, best: Drafted, plain: tuple[Plan, Assignment] | None) -> str:
-    others = []
-    if plain is not None:
-        others.append(f"data parallel {human_seconds(step_seconds(plain[0]).step_s)}")
-    different = {
-        each.candidate.describe(): each.step_s
-        for each in sorted(done.drafted, key=lambda each: -each.step_s)
-        if each.candidate.describe() != best.candidate.describe()
-    }
-    for text, step_s in sorted(different.items(), key=lambda item: item[1])[:2]:
-        others.append(f"{text} {human_seconds(step_s)}")
-    compared = f"; next: {'; '.join(others)}" if others else ""
-    return f"{_counts(done)}; a step takes {human_seconds(best.step_s)}{compared}"
+def _drafted_besides(done: Search, best: Drafted | None) -> list[Alternative]:
+    """The plans of a search without the one that is taken, fastest first; of those with the same
+    description the fastest.
+    """
+    taken = None if best is None else best.candidate.describe()
+    steps_s: dict[str, float] = {}
+    for each in sorted(done.drafted, key=lambda each: each.step_s):
+        steps_s.setdefault(each.candidate.describe(), each.step_s)
+    return [Alternative(what, step_s) for what, step_s in steps_s.items() if what != taken]
+
+
+def _why(done: Search, best: Drafted, compared: list[Alternative]) -> str:
+    texts = [f"{each.what} {human_seconds(each.step_s)}" for each in compared]
+    following = f"; next: {'; '.join(texts)}" if texts else ""
+    return f"{_counts(done)}; a step takes {human_seconds(best.step_s)}{following}"
 
 
 def _counts(done: Search) -> str:
@@ -207,9 +220,10 @@ def _with_decision(
     why: str,
     best: Drafted | None = None,
     left_over: Sequence[int] = (),
+    others: Sequence[Alternative] = (),
 ) -> tuple[Plan, Assignment]:
     """The plan with what the search says of it. `left_over`: ranks that are in no slice of a large
-    cluster.
+    cluster; `others`: plans that were drafted besides.
     """
     plan, assignment = made
     choice = "data parallel" if best is None else best.candidate.describe()
@@ -230,7 +244,12 @@ def _with_decision(
     if why_one is not None:
         text = f'{why_one}. "num_micro_batch" as a number or "auto" changes that'
         decisions.append(Decision("micro-batches", "1", text))
-    return replace(plan, decisions=(*decisions, *plan.decisions)), assignment
+    explained = replace(
+        plan,
+        decisions=(*decisions, *plan.decisions),
+        alternatives=tuple(others[:MOST_ALTERNATIVES]),
+    )
+    return explained, assignment
 
 
 def _nothing_fits(problem: Problem, done: Search, refused: ValueError | None) -> ValueError:
