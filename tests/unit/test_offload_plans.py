@@ -4,12 +4,14 @@ times.
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import whale as wh
@@ -21,7 +23,11 @@ from whale.plans.check import contradiction
 from whale.plans.moves import residence_problem, weight_uses
 from whale.plans.plan import Plan
 from whale.plans.shares import DoesNotFit
+from whale.report.advice_page import advice_html, advice_json, print_advice
+from whale.report.tables import hidden_text, memory_table
 from whale.scheduling.residence import MoveKind, ResidenceError, check_moves, moves_of
+from whale.search.advice import Advice, RankedPlan
+from whale.units import human_bytes
 
 WIDTH = 64
 HOST = HostMemory(64 * GIGA, 100 * GIGA, 12 * GIGA, 48 * GIGA)
@@ -175,6 +181,54 @@ def test_gradients_alone_do_not_leave_an_accelerator() -> None:
         plan(offload={"gradients": "host"})
     made = plan(offload={"gradients": "host", "optimizer": "host"})
     assert {(each.weights, each.updated_on) for each in made.blocks} == {("device", "host")}
+
+
+# ---- what is shown
+
+
+def test_transfers_that_nothing_hides_are_shown() -> None:
+    """Forwards and backwards of microseconds hide little of what a link does in that time."""
+    here = wh.simulate(plan())
+    away = wh.simulate(plan(offload={"weights": "host"}))
+    device = away.devices[0]
+    assert device.compute_s - device.exposed_s == pytest.approx(here.devices[0].compute_s)
+    assert device.exposed_s > 0
+    assert "backwards, which take" in hidden_text(device)
+    hidden = replace(device, exposed_s=0.0)
+    assert "backwards, which hide it" in hidden_text(hidden)
+    slow = replace(away, devices=(replace(device, exposed_s=0.9 * away.step_s),))
+    assert slow.limit.startswith("transfers from and to the host")
+
+
+def test_memory_is_shown_by_device_host_and_disk() -> None:
+    made = plan(offload={"optimizer": "disk", "weights": "host"})
+    timeline = wh.simulate(made)
+    trained = 4 * (WIDTH * WIDTH + WIDTH) * 4
+    held = timeline.devices[0].elsewhere_bytes
+    assert held == {"host": 2 * trained, "disk": 2 * trained}, "weights and gradients; states"
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(memory_table(timeline))
+    text = console.export_text()
+    assert "on the host" in text and "on disk" in text and human_bytes(held["disk"]) in text
+
+
+def test_advice_has_memory_and_traffic_of_every_plan() -> None:
+    made = plan(offload={"weights": "host"})
+    timeline = wh.simulate(made)
+    ranked = RankedPlan("data parallel", "data parallel", made, timeline)
+    advice = Advice((ranked,), (), (), (), (), "whale run train.py")
+    shown = advice_json(advice)["plans"][0]
+    away = timeline.devices[0].away
+    assert away is not None
+    assert shown["elsewhere_bytes"] == {"host": on_host(away), "disk": 0.0}
+    moved = sum(each.in_bytes + each.out_bytes for each in away.traffic)
+    assert shown["traffic_bytes"] == moved > 0
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_advice(advice, console)
+    text = console.export_text()
+    assert "on the host" in text and "on disk" not in text and human_bytes(moved) in text
+    page = advice_html(advice)
+    assert f'data-key="plans.0.traffic_bytes" data-value="{moved}"' in page
 
 
 # ---- activations
