@@ -308,7 +308,7 @@ def _changed(tensor: Tensor) -> RuntimeError:
     return RuntimeError(
         f"a tensor of shape {list(tensor.shape)} that backward needs was written to after it was "
         'saved, so that "offload" of activations would take other values. Try: '
-        '"offload": {"activations": false}'
+        '"offload": {"activations": "device"}'
     )
 
 
@@ -327,7 +327,7 @@ def offloaded_activations(job: Job) -> Activations | None:
         raise ValueError(
             f'"compile": {job.config.compile!r} and "offload" of activations cannot both be set: '
             "compiled code chooses by itself what it saves. "
-            'Try: "compile": false, or "offload": {"activations": false}'
+            'Try: "compile": false, or "offload": {"activations": "device"}'
         )
     weights = [*job.weights.values(), *job.prepared.captured.constants.values()]
     if job.zero is not None:
