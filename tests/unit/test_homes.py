@@ -214,6 +214,26 @@ def test_gradients_are_those_of_autograd(
     assert home.num_bytes_moved > 0
 
 
+def test_what_went_out_is_on_its_way_while_the_rest_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward right after its forward: the last segments never went out."""
+    monkeypatch.setattr(activations_module, "SEGMENT_BYTES", 4096)
+    net = Net().double()
+    activations = Activations({0: maker_in(tmp_path).home("host")}, DEVICE, net.parameters())
+    visit = (0, 0)
+    activations.begin(BackwardOrder.of([ACTIONS[0], ACTIONS[3]]), ())
+    with activations.saving(visit, ()):
+        loss = net(torch.randn(8, 32, dtype=torch.float64))
+    segments = activations._segments[visit]
+    out = [segment for segment in segments if segment.block is not None]
+    assert out and segments[-1] not in out
+    activations.begin_backward(visit)
+    assert [segment for segment in segments if segment.buffer is not None] == out[-1:]
+    loss.backward()
+    activations.end_backward(visit)
+
+
 def test_a_tensor_that_is_written_to_after_it_was_saved_is_refused(tmp_path: Path) -> None:
     """As autograd does, which would find it by its version."""
     activations = Activations({0: maker_in(tmp_path).home("host")}, DEVICE, ())

@@ -141,10 +141,14 @@ class Activations:
                 self._send_out(segment)
 
     def begin_backward(self, visit: Visit) -> None:
-        """The backward of a micro-batch begins: its last segment is the first to be asked for."""
-        segments = self._segments.get(visit)
-        if segments:
-            self._fetch(segments[-1])
+        """The backward of a micro-batch begins: the last segment that went out is the first to be
+        brought. Where backward comes right after forward, those behind it are still here and are
+        used meanwhile.
+        """
+        for segment in reversed(self._segments.get(visit, ())):
+            if segment.block is not None:
+                self._fetch(segment)
+                return
 
     def end_backward(self, visit: Visit) -> None:
         """Nothing of the micro-batch is asked for any more."""
