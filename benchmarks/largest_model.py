@@ -48,7 +48,6 @@ NUM_WORDS = 50_304
 LENGTH = 1024
 SAMPLES = 6
 TARGET = 1.3
-LIMIT_S = 240.0
 
 
 class Gpt(nn.Module):

@@ -105,6 +105,11 @@ def claim(name: str, held: Timeline, away: Timeline, made: wh.Plan) -> Claim:
         "GB on the fullest device": max(d.peak_total_bytes for d in away.devices) / GIGA,
         "GB there, everything held": max(d.peak_total_bytes for d in held.devices) / GIGA,
         "GB on the host": sum(d.away.in_memory("host") for d in away.devices if d.away) / GIGA,
+        "recomputed regions": [
+            f"{stage.num_recomputed} of {stage.num_regions}" + " cheap" * stage.has_cheap_regions
+            for stage in made.stages
+        ],
+        "seconds of transfers that nothing hides": away.devices[0].exposed_s,
         "updated on": moved.updated_on,
         "traffic of a device, GB": {
             f"{each.what} {each.memory}": [each.in_bytes / GIGA, each.out_bytes / GIGA]

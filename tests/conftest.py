@@ -4,13 +4,16 @@ limit per example.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 for name, value in {
     "OMP_NUM_THREADS": "1",
@@ -185,3 +188,17 @@ def settings_end_with_the_test() -> Iterator[None]:
     if settings is not None:
         settings.session.config = settings.Config()
         settings.session.cluster = None
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+    yield place
+    with contextlib.suppress(subprocess.CalledProcessError):
+        subprocess.run(["umount", "-l", str(place)], check=True)

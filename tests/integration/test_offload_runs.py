@@ -82,9 +82,14 @@ def test_checkpoints_go_between_placements(tmp_path: Path) -> None:
     for number, (num_ranks, settings) in enumerate(LEGS):
         settings = {**settings, "run_folder": str(tmp_path / f"run{number}")}
         state = run_ranks(leg, num_ranks, settings, tmp_path / "checkpoints", 1)[0]
+    _check_against_local(state, len(LEGS))
+
+
+def _check_against_local(state: dict[str, Tensor], num_steps: int) -> None:
+    """Weights after so many steps are those of local training."""
     model = build()
     optimizer = adamw(model.parameters())
-    for step in range(len(LEGS)):
+    for step in range(num_steps):
         optimizer.zero_grad()
         mean_square(model(batch(step)), batch(step)).backward()
         optimizer.step()
@@ -160,6 +165,22 @@ def test_what_a_killed_rank_left_is_gone_after_the_next_run(tmp_path: Path) -> N
     assert not list(tmp_path.glob("spill/rank-0/*")) and not list(tmp_path.glob("spill/rank-1"))
     assert run_ranks(disturbed, 2, settings, "nothing")[0] > 0
     assert not (tmp_path / "spill").exists()
+
+
+@pytest.mark.slow
+def test_a_full_disk_in_the_middle_of_a_step_loses_no_more_than_that_step(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    """98 KB of activations of a micro-batch go to a disk of 64 KB when its forward is over."""
+    checkpoints = tmp_path / "checkpoints"
+    plain = {"run_folder": str(small_disk), "num_micro_batch": 2, "schedule": "gpipe"}
+    run_ranks(leg, 2, plain, checkpoints, 1)
+    with pytest.raises(RankError) as caught:
+        run_ranks(leg, 2, {**plain, "offload": {"activations": "disk"}}, checkpoints, 1)
+    assert "SpillError: rank" in str(caught.value) and "the disk is full" in str(caught.value)
+    state = run_ranks(leg, 2, plain, checkpoints, 1)[0]
+    _check_against_local(state, 2)
+    assert not list(small_disk.glob("spill/*/*")), "files are left behind"
 
 
 def test_a_folder_that_cannot_be_written_ends_the_start(tmp_path: Path) -> None:

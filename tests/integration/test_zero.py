@@ -77,7 +77,7 @@ def test_random_placements_train_like_local(servers: Servers, data: st.DataObjec
     )
     way = WAY[row[1]]
     number = way.num_ranks
-    if number == 4 and (way.stages or "x 2" in way.name):
+    if way.stages or "x 2" in way.name:
         number = 2  # ranks that run the same stage
     parts = data.draw(st.lists(st.floats(0, 1), min_size=number, max_size=number))
     total = sum(parts)

@@ -4,6 +4,7 @@ change their places.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,13 @@ from torch import Tensor, nn
 import whale as wh
 from tests.exactness import Float64Mode, Trace, compare, local_training, mean_square
 from tests.ranks import run_ranks
-from whale.planning.zero_blocks import balanced_places, update_work
+from whale import api
+from whale.capture.batch import read_batch
+from whale.emulation.emulation import platform_of_this_job
+from whale.model_planner import ModelPlanner
+from whale.planning.zero_blocks import Sharing, balanced_places, blocks_of, update_work
 from whale.runtime.compressed_states import CompressedStates
+from whale.session import ranks_of_job
 
 WIDTH = 12
 
@@ -78,14 +84,25 @@ OPTIMIZERS = {
 GRIDS = {"1-D": (1, 4, 1), "2-D": (2, 2, 1), "z": (1, 1, 4)}
 
 
-def train(optimizer: str, level: int, grid: tuple[int, int, int] | None) -> tuple[Any, ...]:
-    """Three steps; (losses, gradients, state, work of this rank's updates)."""
+def train(
+    optimizer: str,
+    level: int,
+    grid: tuple[int, int, int] | None,
+    fractions: tuple[float, ...] = (),
+) -> tuple[Any, ...]:
+    """Three steps; (losses, gradients, state, work of this rank's updates). `fractions`: of what
+    every rank has memory for, under ZeRO; even without.
+    """
     with Float64Mode():
-        wh.init({"zero": level, "num_micro_batch": 2})
+        config = {"zero": level, "num_micro_batch": 2}
+        wh.init(config)
         model = build()
         if grid is not None:
             wh.annotate(model, {"layers*": wh.split(math.prod(grid), grid=grid)})
-        engine = wh.parallelize(model, batch(0), optimizer=OPTIMIZERS[optimizer], loss=mean_square)
+        given = uneven(model, optimizer, config, fractions) if fractions else {}
+        engine = wh.parallelize(
+            model, batch(0), optimizer=OPTIMIZERS[optimizer], loss=mean_square, **given
+        )
         losses = []
         gradients: dict[str, Tensor] = {}
         for step in range(3):
@@ -95,6 +112,25 @@ def train(optimizer: str, level: int, grid: tuple[int, int, int] | None) -> tupl
         held = engine.optimizer.param_groups[0]["params"] if engine.optimizer is not None else []
         work = sum(update_work(tuple(parameter.shape)) for parameter in held)
         return losses, gradients, engine.full_state_dict(), work
+
+
+def uneven(
+    model: nn.Module, optimizer: str, config: dict[str, Any], fractions: tuple[float, ...]
+) -> dict[str, Any]:
+    """The capture and a plan in which these parts of the model are on the ranks, as if their memories
+    were so unlike.
+    """
+    layout, tensors = read_batch(batch(0))
+    settings = wh.Config(config)
+    prepared = api._prepare(model, layout, tensors, mean_square, settings, "cpu")
+    cluster = platform_of_this_job(ranks_of_job()).cluster(None)
+    factory = OPTIMIZERS[optimizer]
+    planner = ModelPlanner(model, cluster, settings, layout.batch_size, optimizer=factory)
+    made = planner.plan(prepared, {})
+    sharing = Sharing.of_plan(made, prepared.captured, updates_whole=True)
+    groups = {block.ranks for block in made.blocks}
+    blocks = blocks_of(sharing, dict.fromkeys(groups, fractions))
+    return {"prepared": prepared, "plan": dataclasses.replace(made, blocks=blocks)}
 
 
 def locally(optimizer: str) -> Trace:
@@ -107,7 +143,7 @@ def locally(optimizer: str) -> Trace:
 @pytest.mark.parametrize(
     ("optimizer", "num_ranks", "level", "grid"),
     [
-        ("muon", 3, 3, None),
+        pytest.param("muon", 3, 3, None, marks=pytest.mark.slow),
         ("adafactor", 2, 1, None),
         pytest.param("muon", 4, 2, None, marks=pytest.mark.slow),
         pytest.param("adafactor", 3, 3, None, marks=pytest.mark.slow),
@@ -128,6 +164,25 @@ def test_matrix_optimizers_train_like_local(
     work = [rank[3] for rank in ranks]
     largest = max(update_work(tuple(p.shape)) for p in build().parameters())
     assert max(work) <= max(1.1 * sum(work) / len(work), largest)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "level", "fractions"),
+    [
+        ("muon", 3, (0.6, 0.0, 0.4)),
+        pytest.param("muon", 1, (0.2, 0.8), marks=pytest.mark.slow),
+        pytest.param("adafactor", 3, (0.15, 0.55, 0.3), marks=pytest.mark.slow),
+        pytest.param("adafactor", 2, (0.7, 0.0, 0.3), marks=pytest.mark.slow),
+    ],
+)
+def test_matrix_optimizers_train_like_local_on_uneven_parts(
+    optimizer: str, level: int, fractions: tuple[float, ...]
+) -> None:
+    ranks = run_ranks(train, len(fractions), optimizer, level, None, fractions)
+    losses, gradients, state, _ = ranks[0]
+    compare(locally(optimizer), Trace(losses, gradients, state))
+    for fraction, (*_, work) in zip(fractions, ranks, strict=True):
+        assert (work > 0) == (fraction > 0), "who has no memory updates nothing"
 
 
 @pytest.mark.parametrize("num_places", [2, 3, 4, 8])

@@ -57,6 +57,7 @@ TWO = {"num_micro_batch": 2}
 WAYS = (
     ZeroCase("DP 2", 2),
     ZeroCase("DP 3, 2 micro-batches", 3, TWO),
+    ZeroCase("DP 4", 4),
     ZeroCase("DP 2, uneven", 2, TWO, fractions=(0.8, 0.2)),
     ZeroCase("DP 3, one holds nothing", 3, fractions=(0.37, 0.0, 0.63)),
     ZeroCase("DP 4, uneven", 4, fractions=(0.1, 0.45, 0.0, 0.45)),
@@ -122,6 +123,7 @@ def recut(plan: Plan, subject: Subject, fractions: Sequence[float]) -> Plan:
     assert subject.prepared is not None
     groups = {block.ranks for block in plan.blocks}
     chosen = {ranks: fractions for ranks in groups if len(ranks) == len(fractions)}
+    assert chosen, f"no ranks share {len(fractions)} parts: {groups}"
     blocks = blocks_of(Sharing.of_plan(plan, subject.prepared.captured), chosen)
     first = plan.blocks[0]
     homes = {"weights": first.weights, "states": first.states, "gradients": first.gradients}

@@ -5,13 +5,11 @@ are named.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import subprocess
+import json
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from whale.devices import LocalDevice
 from whale.plans.blocks import slots_of
 from whale.runtime import activations as activations_module
 from whale.runtime.activations import Activations, BackwardOrder
-from whale.runtime.homes import BlockHomes, HomeMaker
+from whale.runtime.homes import BlockHomes, HomeMaker, HostMemoryError
 from whale.runtime.offloaded_states import OffloadedStates, StateBlock
 from whale.runtime.residence import Pool, Residence
 from whale.runtime.spill import SPILL, SpillError, SpillFolder
@@ -216,18 +214,40 @@ def test_gradients_are_those_of_autograd(
     assert home.num_bytes_moved > 0
 
 
+def test_what_went_out_is_on_its_way_while_the_rest_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward right after its forward: the last segments never went out."""
+    monkeypatch.setattr(activations_module, "SEGMENT_BYTES", 4096)
+    net = Net().double()
+    activations = Activations({0: maker_in(tmp_path).home("host")}, DEVICE, net.parameters())
+    visit = (0, 0)
+    activations.begin(BackwardOrder.of([ACTIONS[0], ACTIONS[3]]), ())
+    with activations.saving(visit, ()):
+        loss = net(torch.randn(8, 32, dtype=torch.float64))
+    segments = activations._segments[visit]
+    out = [segment for segment in segments if segment.block is not None]
+    assert out and segments[-1] not in out
+    activations.begin_backward(visit)
+    assert [segment for segment in segments if segment.buffer is not None] == out[-1:]
+    loss.backward()
+    activations.end_backward(visit)
+
+
 def test_a_tensor_that_is_written_to_after_it_was_saved_is_refused(tmp_path: Path) -> None:
     """As autograd does, which would find it by its version."""
     activations = Activations({0: maker_in(tmp_path).home("host")}, DEVICE, ())
     activations.begin(BackwardOrder.of(ACTIONS), ())
     x = torch.randn(300, requires_grad=True)
     with (
-        pytest.raises(RuntimeError, match="written to after it was saved"),
+        pytest.raises(RuntimeError, match="written to after it was saved") as caught,
         activations.saving((0, 0), ()),
     ):
         y = x * 2
         y.square()
         y.add_(1)
+    advice = str(caught.value).partition("Try: ")[2]
+    wh.Config(json.loads(f"{{{advice}}}"))  # what it says to try is taken
 
 
 # ---- files
@@ -300,25 +320,22 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         SpillFolder(tmp_path / "file", 2, 4)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
-    mounted = subprocess.run(command, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
-    yield place
-    with contextlib.suppress(subprocess.CalledProcessError):
-        subprocess.run(["umount", "-l", str(place)], check=True)
-
-
 def test_a_full_disk_is_named_with_its_numbers(small_disk: Path) -> None:
     home = maker_in(small_disk, "states").home("disk")
     home.begin_store(0, torch.ones(2048)).wait()
     with pytest.raises(SpillError, match=r"rank 0 cannot write .*states-1\.spill.*full.*Try:"):
         home.begin_store(1, torch.ones(32768))
+    buffer = torch.zeros(2048)
+    home.begin_fetch(0, buffer).wait()
+    assert bool((buffer == 1).all()), "what was there before is damaged"
+
+
+def test_host_memory_that_is_not_there_is_named_with_its_numbers(tmp_path: Path) -> None:
+    """A petabyte: more than a process can address."""
+    home = maker_in(tmp_path, "states").home("host")
+    home.begin_store(0, torch.ones(2048)).wait()
+    with pytest.raises(HostMemoryError, match=r"offload. of states cannot get 1\.13 PB.*Try:"):
+        home.place(1, 1 << 50)
     buffer = torch.zeros(2048)
     home.begin_fetch(0, buffer).wait()
     assert bool((buffer == 1).all()), "what was there before is damaged"

@@ -4,12 +4,14 @@ times.
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import whale as wh
@@ -21,7 +23,11 @@ from whale.plans.check import contradiction
 from whale.plans.moves import residence_problem, weight_uses
 from whale.plans.plan import Plan
 from whale.plans.shares import DoesNotFit
+from whale.report.advice_page import advice_html, advice_json, print_advice
+from whale.report.tables import hidden_text, memory_table
 from whale.scheduling.residence import MoveKind, ResidenceError, check_moves, moves_of
+from whale.search.advice import Advice, RankedPlan
+from whale.units import human_bytes
 
 WIDTH = 64
 HOST = HostMemory(64 * GIGA, 100 * GIGA, 12 * GIGA, 48 * GIGA)
@@ -177,6 +183,54 @@ def test_gradients_alone_do_not_leave_an_accelerator() -> None:
     assert {(each.weights, each.updated_on) for each in made.blocks} == {("device", "host")}
 
 
+# ---- what is shown
+
+
+def test_transfers_that_nothing_hides_are_shown() -> None:
+    """Forwards and backwards of microseconds hide little of what a link does in that time."""
+    here = wh.simulate(plan())
+    away = wh.simulate(plan(offload={"weights": "host"}))
+    device = away.devices[0]
+    assert device.compute_s - device.exposed_s == pytest.approx(here.devices[0].compute_s)
+    assert device.exposed_s > 0
+    assert "backwards, which take" in hidden_text(device)
+    hidden = replace(device, exposed_s=0.0)
+    assert "backwards, which hide it" in hidden_text(hidden)
+    slow = replace(away, devices=(replace(device, exposed_s=0.9 * away.step_s),))
+    assert slow.limit.startswith("transfers from and to the host")
+
+
+def test_memory_is_shown_by_device_host_and_disk() -> None:
+    made = plan(offload={"optimizer": "disk", "weights": "host"})
+    timeline = wh.simulate(made)
+    trained = 4 * (WIDTH * WIDTH + WIDTH) * 4
+    held = timeline.devices[0].elsewhere_bytes
+    assert held == {"host": 2 * trained, "disk": 2 * trained}, "weights and gradients; states"
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(memory_table(timeline))
+    text = console.export_text()
+    assert "on the host" in text and "on disk" in text and human_bytes(held["disk"]) in text
+
+
+def test_advice_has_memory_and_traffic_of_every_plan() -> None:
+    made = plan(offload={"weights": "host"})
+    timeline = wh.simulate(made)
+    ranked = RankedPlan("data parallel", "data parallel", made, timeline)
+    advice = Advice((ranked,), (), (), (), (), "whale run train.py")
+    shown = advice_json(advice)["plans"][0]
+    away = timeline.devices[0].away
+    assert away is not None
+    assert shown["elsewhere_bytes"] == {"host": on_host(away), "disk": 0.0}
+    moved = sum(each.in_bytes + each.out_bytes for each in away.traffic)
+    assert shown["traffic_bytes"] == moved > 0
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_advice(advice, console)
+    text = console.export_text()
+    assert "on the host" in text and "on disk" not in text and human_bytes(moved) in text
+    page = advice_html(advice)
+    assert f'data-key="plans.0.traffic_bytes" data-value="{moved}"' in page
+
+
 # ---- activations
 
 
@@ -229,6 +283,50 @@ def test_a_host_that_is_too_small_for_all_of_them_makes_some_recomputed() -> Non
     assert 0 < stage.num_recomputed < stage.num_regions
     away = wh.simulate(made).devices[0].away
     assert away is not None and 0 < on_host(away) <= 10**9
+
+
+class Perceptron(nn.Module):
+    """6 layers that save 10 tensors of 67 MB each: input and result of the norm, and 4 times as wide
+    input and result of a gelu.
+    """
+
+    def __init__(self, width: int = 1024) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(6))
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(6))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + down(torch.nn.functional.gelu(up(norm(x))))
+        return x.square().mean()
+
+
+def test_where_the_host_is_too_small_cheap_operations_are_recomputed_first() -> None:
+    """4.0 GB of activations for 3.1 GB: 4 results of gelus, of 268 MB each, are made again, and no
+    product is.
+    """
+    unit = 8 * 2048 * 1024 * 4
+    steps = []
+    for memory_bytes in (64 * GIGA, 3.1 * GIGA):
+        with torch.device("meta"):
+            model = Perceptron()
+            sample = {"x": torch.zeros(8, 2048, 1024)}
+        devices = Cluster.uniform(1, "V100-16GB").with_memories(
+            HostMemory(round(memory_bytes), 100 * GIGA, 12 * GIGA)
+        )
+        config = {"offload": {"activations": "host"}}
+        made = wh.plan(model, sample, cluster=devices, config=config)
+        timeline = wh.simulate(made)
+        away = timeline.devices[0].away
+        assert away is not None
+        steps.append((made.stages[0], timeline.devices[0], on_host(away)))
+    (_, all_saved, large_bytes), (stage, some_again, small_bytes) = steps
+    assert stage.has_cheap_regions and stage.num_recomputed == 4
+    assert [len(region) for region in stage.recomputed] == [2] * 4, "a gelu and its product each"
+    assert large_bytes - small_bytes == pytest.approx(4 * 4 * unit, rel=1e-3)
+    alone_s = [each.compute_s - each.exposed_s for each in (all_saved, some_again)]
+    assert 1 < alone_s[1] / alone_s[0] < 1.02
 
 
 def test_ranks_of_a_host_share_its_link() -> None:

@@ -37,6 +37,7 @@ DECIDES = (
     "whale.planning.schedules.fastest_schedule",
     "whale.planning.schedules.lean_schedule",
     "whale.planning.recompute.cut_regions",
+    "whale.planning.recompute.cheap_regions",
     "whale.planning.workload.Workload.times",
     "whale.planning.zero_blocks.ends_at_rows",
     "whale.planning.zero_blocks.balanced_places",

@@ -6,14 +6,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import whale as wh
 from tests.exactness import Float64Mode
+from whale import api
+from whale.capture.batch import read_batch
+from whale.capture.graph import CapturedGraph
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
+from whale.planning.cheap_regions import cheap_regions
+from whale.planning.graph_facts import GraphFacts
 from whale.plans.plan import Plan
 
 WIDTH = 16
@@ -184,6 +192,57 @@ def test_dropout_draws_the_same_numbers_again(recompute: object) -> None:
     assert kept[0] == again[0]
     for name, weight in kept[1].items():
         assert torch.equal(weight, again[1][name]), name
+
+
+class Products(TorchDispatchMode):
+    """Counts the products that run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.number += func.overloadpacket in (torch.ops.aten.addmm, torch.ops.aten.mm)
+        return func(*args, **(kwargs or {}))
+
+
+def test_cheap_regions_are_exact_and_run_no_product_again() -> None:
+    """Of every layer the square in front of its second product is made again."""
+    found = []
+    for is_cheap in (False, True):
+        with Float64Mode():
+            wh.init()
+            torch.manual_seed(1)
+            model = Net()
+            batch = torch.randn(BATCH_SIZE, WIDTH)
+            layout, tensors = read_batch(batch)
+            prepared = api._prepare(model, layout, tensors, None, wh.Config(), "cpu")
+            made = wh.plan(Net(), batch, cluster=1, optimizer=sgd)
+            if is_cheap:
+                made = _with_cheap_regions(made, prepared.captured)
+            engine = wh.parallelize(model, batch, optimizer=sgd, prepared=prepared, plan=made)
+            with Products() as products:
+                losses = [engine.step(batch).loss for _ in range(2)]
+            found.append((losses, engine.full_state_dict(), products.number))
+    (kept, weights, number), (again, weights_again, number_again) = found
+    assert kept == again and number == number_again > 0
+    for name, weight in weights.items():
+        assert torch.equal(weight, weights_again[name]), name
+
+
+def _with_cheap_regions(plan: Plan, captured: CapturedGraph) -> Plan:
+    """The plan with all of them recomputed."""
+    nodes = list(captured.compute_nodes())
+    facts = GraphFacts(captured)
+    size = captured.batch_size
+    regions = cheap_regions(nodes, nodes, facts.costs(size), facts.saved(size))
+    kinds = [[str(node.target).split(".")[1] for node in region] for region in regions]
+    assert kinds == [["square", "linear"]] * NUM_LAYERS
+    places = tuple(tuple(map(nodes.index, region)) for region in regions)
+    stage = replace(plan.stages[0], recomputed=places)
+    return replace(plan, templates=(replace(plan.template, stages=(stage,)),))
 
 
 class Counted(nn.Module):

@@ -29,7 +29,7 @@ from whale.lowering.subgroups import StageGroups
 from whale.operations.nodes import argument, aten_name, op_name
 from whale.operations.table import CASTS, FREE
 from whale.planning.planner import Assignment
-from whale.planning.recompute import Regions, regions_of_stage
+from whale.planning.recompute import Regions, counts_of, regions_of_stage
 from whale.planning.schedules import schedule_of_plan
 from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
@@ -373,7 +373,7 @@ def _regions(
             prepared.captured,
             assignment.slices[stage].operations,
             assignment.gradients,
-            (planned.num_regions, planned.num_recomputed),
+            counts_of(planned),
             plan.settings.recompute,
         )
     nodes = list(prepared.captured.compute_nodes())

@@ -20,7 +20,7 @@ from whale.planning.describe import holders
 from whale.planning.offload import Offload
 from whale.planning.offload_account import UPDATE_PASSES, OffloadAccount
 from whale.planning.problem import Problem
-from whale.planning.recompute import Counts, Regions
+from whale.planning.recompute import Counts, Regions, counts_of
 from whale.planning.recompute_choice import Choice, Stages
 from whale.planning.split import Split, together_seconds
 from whale.planning.split_memory import activations_on_grid, grid_memory, repeated_part
@@ -69,10 +69,7 @@ class CutAccount:
 
     def regions(self, stages: Sequence[Stage]) -> tuple[Regions, ...]:
         """What is recomputed in backward, by stage."""
-        return tuple(
-            self._stages_saved.regions(stage.index, (stage.num_regions, stage.num_recomputed))
-            for stage in stages
-        )
+        return tuple(self._stages_saved.regions(stage.index, counts_of(stage)) for stage in stages)
 
     def _most_on_grid(
         self,
@@ -161,8 +158,10 @@ class CutAccount:
         operations: list[Node] = []
         again: set[Node] = set()
         for stage in self._stages_of(device):
-            operations += self.assignment.slices[stage].operations
-            again |= set(self._stages_saved.regions(stage, choice[stage]))
+            own = self.assignment.slices[stage].operations
+            repeated = self._stages_saved.again(stage, choice[stage])
+            operations += own
+            again.update(node for node in own if node in repeated)
         of_kind: dict[DeviceKind, Load] = {}
         loads = {}
         for rank in device.all_ranks:

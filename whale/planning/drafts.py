@@ -28,7 +28,7 @@ from whale.planning.offload_account import OffloadAccount
 from whale.planning.pipeline_cuts import PipelineCuts
 from whale.planning.priced_cut import Priced, PricedCut
 from whale.planning.problem import Problem, check_loss_and_buffers
-from whale.planning.recompute import Regions
+from whale.planning.recompute import Regions, counts_of
 from whale.planning.recompute_choice import Choice
 from whale.planning.schedules import ACTION_S
 from whale.planning.split import Split
@@ -106,7 +106,7 @@ class Draft:
 
     @property
     def choice(self) -> Choice:
-        return tuple((stage.num_regions, stage.num_recomputed) for stage in self.stages)
+        return tuple(map(counts_of, self.stages))
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class OrderDrafts:
                 problem, self.workload, cut.task_graphs, split, assignment, tuple(device_of_stage)
             )
         )
-        choice = tuple((stage.num_regions, stage.num_recomputed) for stage in best.stages)
+        choice = tuple(map(counts_of, best.stages))
         is_away = priced_cut.offload.activations != "device"
         return Draft(
             order=self.order,

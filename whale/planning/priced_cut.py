@@ -15,8 +15,8 @@ from whale.planning.cut_account import CutAccount
 from whale.planning.cuts import SAME_TIME
 from whale.planning.describe import crossings, describe_stages
 from whale.planning.pricing import stage_seconds
-from whale.planning.recompute import Counts
-from whale.planning.recompute_choice import Choice, Demand, enough
+from whale.planning.recompute import Counts, counts_of
+from whale.planning.recompute_choice import Choice, Demand, enough, enough_cheap
 from whale.planning.schedules import (
     FIXED_ORDERS,
     MemoryLimits,
@@ -109,6 +109,7 @@ class PricedCut(CutAccount):
             saving = replace(self._stages_saved, is_short_elsewhere=True)
             found.append(enough(saving, demands, nothing.fastest))
             found.append(saving.everything(nothing.fastest))
+            found.append(enough_cheap(self._stages_saved, demands))
         return list(dict.fromkeys(found))
 
     def _worth_looking_at(self, candidates: Sequence[tuple[Choice, str]]) -> list[Priced]:
@@ -199,15 +200,16 @@ class PricedCut(CutAccount):
         for stage, (part, device) in enumerate(
             zip(self.assignment.slices, self.device_of_stage, strict=True)
         ):
-            again = self._stages_saved.regions(stage, choice[stage])
             if stage in self.split.shardings:
-                part_again = repeated_part(workload, self.split.spaces[stage], again)
+                regions = self._stages_saved.regions(stage, choice[stage])
+                part_again = repeated_part(workload, self.split.spaces[stage], regions)
                 times.append(
                     together_seconds(
                         self.split.shardings[stage], problem.config.num_micro_batch, part_again
                     )
                 )
                 continue
+            again = self._stages_saved.again(stage, choice[stage])
             times.append(
                 stage_seconds(
                     workload, part.operations, kinds[device], problem.config.num_micro_batch, again
@@ -222,8 +224,13 @@ class PricedCut(CutAccount):
             times,
         )
         return tuple(
-            replace(stage, num_regions=regions, num_recomputed=recomputed)
-            for stage, (regions, recomputed) in zip(described, choice, strict=True)
+            replace(
+                stage,
+                num_regions=counts.num_regions,
+                num_recomputed=counts.num_recomputed,
+                has_cheap_regions=counts.is_cheap,
+            )
+            for stage, counts in zip(described, choice, strict=True)
         )
 
     def costs(self, stages: tuple[Stage, ...], num_micro_batch: int) -> scheduling.Costs:
@@ -257,7 +264,7 @@ class PricedCut(CutAccount):
 
     def _refuse_unless_it_fits(self, priced: Priced) -> None:
         config = self.problem.config
-        choice = tuple((stage.num_regions, stage.num_recomputed) for stage in priced.stages)
+        choice = tuple(map(counts_of, priced.stages))
 
         def loads_with(num_micro_batch: int) -> DeviceLoads:
             # 1F1B is what others come to where memory is short
@@ -273,7 +280,7 @@ class PricedCut(CutAccount):
 
         again = (
             ", even with all activations recomputed in backward"
-            if any(number for _, number in choice)
+            if any(counts.num_recomputed for counts in choice)
             else ""
         )
         refuse_unless_it_fits(
@@ -326,5 +333,5 @@ class PricedCut(CutAccount):
 
     def whole_loads(self, priced: Priced) -> DeviceLoads:
         """Load and memory of every rank if nothing were cut over ranks."""
-        choice = tuple((stage.num_regions, stage.num_recomputed) for stage in priced.stages)
+        choice = tuple(map(counts_of, priced.stages))
         return self._device_loads(choice, priced.schedule, shares_blocks=False)

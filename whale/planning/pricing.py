@@ -23,7 +23,7 @@ from whale.cluster.network import Network
 from whale.costs.measured import measured_seconds, update_costs
 from whale.costs.update_work import UpdateWork
 from whale.planning.describe import holders as holders_of
-from whale.planning.recompute import Recompute
+from whale.planning.recompute import Recompute, counts_of
 from whale.planning.recompute_choice import Choice, Stages
 from whale.planning.stages import Assignment, StageSlice, carries_gradient
 from whale.planning.workload import Workload
@@ -122,7 +122,7 @@ def figures_of(
     described = Stages(workload, assignment, wanted)
     for index, part in enumerate(assignment.slices):
         memory = described.memory_of(index, choice[index])
-        again = described.regions(index, choice[index])
+        again = described.again(index, choice[index])
         kinds = {cluster.devices[rank].kind for rank in ranks[index]}
         times: dict[str, StageTimes] = {}
         for kind in kinds:
@@ -283,7 +283,7 @@ def price(
         cluster.layer_times,
     )
     ranks = [plan.ranks_of_stage(stage.index) for stage in plan.stages]
-    choice = tuple((stage.num_regions, stage.num_recomputed) for stage in plan.stages)
+    choice = tuple(map(counts_of, plan.stages))
     held = holders_of(captured, assignment)
     wanted = plan.settings.recompute
     grids = _grids_of(plan, captured, held)
@@ -303,8 +303,7 @@ def _with_away(plan: Plan, figures: Figures, described: Stages) -> Figures:
     stages = []
     for stage, known in zip(plan.stages, figures.stages, strict=True):
         if stage.activations != "device" and stage.index not in on_grid:
-            counts = (stage.num_regions, stage.num_recomputed)
-            activations = described.activations_of(stage.index, counts)
+            activations = described.activations_of(stage.index, counts_of(stage))
             known = replace(known, memory=activations.resident(known.memory))
         stages.append(known)
     return replace(figures, stages=tuple(stages), away=plan.figures.away)

@@ -9,6 +9,9 @@ The planner cuts a stage into R regions of about the same bytes, at points where
 a transformer: between layers, where only the residual stream is), and has the first r of them
 recomputed. Two integers in the plan: every rank cuts in the same way.
 
+Where activations are at home elsewhere and memory there is short, regions that cost almost nothing
+come first (`cheap_regions.py`).
+
 Never in a region: batch statistics and sums over devices, whose running values and messages belong
 to the forward alone. Values that depend on no weight (masks, positions) stay outside as well; they
 cost nothing to keep.
@@ -20,6 +23,7 @@ import operator
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
+from typing import NamedTuple
 
 from torch.fx import Node
 
@@ -27,15 +31,27 @@ from whale.capture.graph import CapturedGraph
 from whale.capture.guards import RECOMPUTE_TAG
 from whale.costs.backward_workspace import live_between
 from whale.costs.costs import NodeCost, value_bytes
+from whale.costs.saved import Saved
 from whale.names import nearest
 from whale.operations.nodes import trains_batch_norm
+from whale.planning.cheap_regions import cheap_regions
+from whale.plans.replica import Stage
 
 Regions = Mapping[Node, Hashable]
 """operation -> its region; operations that are not there save what they need"""
-Counts = tuple[int, int]
-"""of a stage: regions that the planner cut it into, and how many of them, from the first on, are
-recomputed
-"""
+
+
+class Counts(NamedTuple):
+    """What the planner recomputes of a stage."""
+
+    num_regions: int = 0
+    """into which it is cut"""
+    num_recomputed: int = 0
+    """of these, from the first on"""
+    is_cheap: bool = False
+    """they are those of `cheap_regions.py`, and not as large as each other"""
+
+
 Recompute = bool | str | Sequence[str]
 """the config's: "auto", True, False, or names of modules"""
 
@@ -47,26 +63,35 @@ def regions_of_stage(
     counts: Counts,
     wanted: Recompute,
     sizes: Mapping[Node, NodeCost] | None = None,
+    saved: Saved | None = None,
 ) -> dict[Node, Hashable]:
     """All regions of a stage: the user's, those of the config's names, those of the planner.
-    `sizes`: costs for the sample batch, where they are known.
+    `sizes`, `saved`: costs for the sample batch, and what autograd saves, where they are known; cheap
+    regions are as many of equal size where they are not.
     """
-    num_regions, num_recomputed = counts
     names = [] if isinstance(wanted, (bool, str)) else list(wanted)
     asked = {
         node: region for node in operations if (region := _asked_region(node, names)) is not None
     }
     regions = _runs(operations, gradients, asked.get)
-    if num_recomputed:
+    if counts.num_recomputed:
         free = _free(operations, gradients, regions)
-        parts = cut_regions(free, num_regions, captured, sizes)
+        if counts.is_cheap and sizes is not None and saved is not None:
+            parts = cheap_regions(operations, free, sizes, saved)
+        else:
+            parts = cut_regions(free, counts.num_regions, captured, sizes)
         planned = {
             node: ("planned", index)
-            for index, part in enumerate(parts[:num_recomputed])
+            for index, part in enumerate(parts[: counts.num_recomputed])
             for node in part
         }
         regions |= _runs(operations, gradients, planned.get)
     return regions
+
+
+def counts_of(stage: Stage) -> Counts:
+    """What the planner recomputes of a stage of a plan."""
+    return Counts(stage.num_regions, stage.num_recomputed, stage.has_cheap_regions)
 
 
 def _asked_region(node: Node, names: Sequence[str]) -> Hashable | None:

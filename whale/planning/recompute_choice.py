@@ -9,20 +9,27 @@ step is taken:
                  recomputes as few regions as make them fit
     everything   all regions of all stages: the smallest memory that there is
 
+Where activations are at home elsewhere and do not all fit there, also the cheapest regions that do
+(`cheap_regions.py`).
+
 A stage is cut into the number of regions that makes  in flight * what the regions save + the
 largest region  smallest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch.fx import Node
 
 from whale import scheduling
+from whale.costs.costs import NodeCost
 from whale.names import listed
+from whale.planning.cheap_regions import is_cheap
 from whale.planning.recompute import Counts, Recompute, Regions, regions_of_stage
 from whale.planning.stages import Assignment
 from whale.planning.workload import INSIDE_OPERATIONS, Workload
@@ -39,7 +46,7 @@ SHOWN = 8
 """stages that are written out in a reason"""
 
 Choice = tuple[Counts, ...]
-"""of every stage: (regions, regions that are recomputed)"""
+"""of every stage"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class Stages:
 
     @property
     def nothing(self) -> Choice:
-        return ((0, 0),) * len(self.assignment.slices)
+        return (Counts(),) * len(self.assignment.slices)
 
     @cached_property
     def _crossing(self) -> list[list[Node]]:
@@ -73,6 +80,28 @@ class Stages:
 
     def regions(self, stage: int, counts: Counts) -> Regions:
         return self._of(stage, counts)[0]
+
+    def again(self, stage: int, counts: Counts) -> Container[Node]:
+        """Operations whose forward runs once more in backward. The products of cheap regions do not;
+        in others all are counted, though their last product need not run either.
+        """
+        regions = self.regions(stage, counts)
+        if not counts.is_cheap:
+            return regions
+        asked = self.regions(stage, Counts())
+        return {node for node in regions if node in asked or is_cheap(node, self._sizes)}
+
+    def num_cheap_regions(self, stage: int) -> int:
+        """Cheap regions that the stage has."""
+        everything = Counts(num_recomputed=sys.maxsize, is_cheap=True)
+        return len(set(self.regions(stage, everything).values())) - len(
+            set(self.regions(stage, Counts()).values())
+        )
+
+    @cached_property
+    def _sizes(self) -> Mapping[Node, NodeCost]:
+        """Costs for the sample batch."""
+        return self.workload.facts.costs(self.workload.captured.batch_size)
 
     def memory_of(self, stage: int, counts: Counts) -> ActionMemory:
         """What the stage holds of a micro-batch under this choice."""
@@ -104,7 +133,8 @@ class Stages:
                 self.assignment.gradients,
                 counts,
                 self.wanted,
-                self.workload.facts.costs(self.workload.captured.batch_size),
+                self._sizes,
+                self.workload.saved,
             )
             memory = self.workload.stage_memory(operations, self._crossing[stage], regions)
             if self.is_away:
@@ -116,10 +146,11 @@ class Stages:
         """The number of regions with which the stage needs least, all of them recomputed."""
 
         def peak(count: int) -> float:
-            needed = self.memory_of(stage, (count, count))
+            counts = Counts(count, count)
+            needed = self.memory_of(stage, counts)
             saved = needed.saved
             if self.is_short_elsewhere:
-                saved += self.activations_of(stage, (count, count)).moved
+                saved += self.activations_of(stage, counts).moved
             return in_flight * saved.sample_bytes + needed.workspace.sample_bytes
 
         best = 1
@@ -142,7 +173,7 @@ class Stages:
             self.best_regions(stage, flying)
             for stage, flying in enumerate(scheduling.peaks_in_flight(schedule))
         ]
-        return tuple((count, count) for count in best)
+        return tuple(Counts(count, count) for count in best)
 
     def memory(
         self,
@@ -204,9 +235,35 @@ def _add_regions(
     for stage in demand.stages:
         count = stages.best_regions(stage, in_flight[stage])
         for number in range(1, count + 1):
-            choice[stage] = (count, number)
+            choice[stage] = Counts(count, number)
             if demand.fits(stages.memory(demand.stages, choice, demand.order), choice):
                 return
+
+
+def enough_cheap(stages: Stages, demands: Sequence[Demand]) -> Choice:
+    """Recomputes as few cheap regions as make the samples of every device fit; all of them where even
+    that is too much. Stages on grids have none.
+    """
+    choice = dict(enumerate(stages.nothing))
+    for demand in demands:
+        if demand.on_grid is None:
+            _add_cheap_regions(stages, demand, choice)
+    return tuple(choice[stage] for stage in range(len(choice)))
+
+
+def _add_cheap_regions(stages: Stages, demand: Demand, choice: dict[int, Counts]) -> None:
+    for stage in demand.stages:
+        count = stages.num_cheap_regions(stage)
+
+        def fits(number: int, stage: int = stage, count: int = count) -> bool:
+            tried = {**choice, stage: Counts(count, number, is_cheap=number > 0)}
+            return demand.fits(stages.memory(demand.stages, tried, demand.order), tried)
+
+        if fits(0):
+            return
+        number = bisect_left(range(count), True, key=fits)  # all of them where none of these fits
+        if number:
+            choice[stage] = Counts(count, number, is_cheap=True)
 
 
 def explain(
@@ -215,12 +272,14 @@ def explain(
     """(choice, why) for the plan; None where the planner recomputes nothing. Figures are of
     the device with most of each.
     """
-    chosen = [stage for stage, (_, number) in enumerate(choice) if number]
-    if not chosen:
+    texts = []
+    for stage, counts in enumerate(choice):
+        if counts.num_recomputed:
+            kind = "cheap regions" if counts.is_cheap else "regions"
+            texts.append(f"{stage} ({counts.num_recomputed} of {counts.num_regions} {kind})")
+    if not texts:
         return None
-    parts = listed(
-        [f"{stage} ({choice[stage][1]} of {choice[stage][0]} regions)" for stage in chosen], SHOWN
-    )
+    parts = listed(texts, SHOWN)
     reason = "asked for" if wanted is True else "memory asks for it"
     figures = (
         f"saves up to {human_bytes(saved_bytes)} on a device, for up to {100 * more_work:.3g} % "

@@ -107,6 +107,10 @@ class AwayFigures:
     updated_on: str = "device"
     traffic: tuple[Traffic, ...] = ()
 
+    def in_memory(self, memory: Memory) -> float:
+        """Bytes that a rank has in one of the memories of its host."""
+        return sum(each.num_bytes for each in self.held if each.memory == memory)
+
 
 @dataclass(frozen=True)
 class StageActivations:

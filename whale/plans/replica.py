@@ -72,6 +72,10 @@ class Stage:
     """parts into which the planner cut its operations"""
     num_recomputed: int = 0
     """how many of these parts, from the first on, are recomputed in backward"""
+    has_cheap_regions: bool = False
+    """these parts are cheap operations with the product that saves their result, which does not run
+    again, and those that free most come first (`planning/cheap_regions.py`)
+    """
     recomputed: tuple[tuple[int, ...], ...] = ()
     """regions that are recomputed in backward, each as places of its operations in the graph; those
     that the user asked for included

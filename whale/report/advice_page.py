@@ -10,9 +10,10 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
+from whale.plans.blocks import Memory
 from whale.report.plan_page import Cell, Figure, Sheet
 from whale.report.svg import render
-from whale.report.tables import add_row, make_table
+from whale.report.tables import ON_MEMORY, add_row, make_table, memories_beside
 from whale.search.advice import Advice, Change
 from whale.units import human_bytes, human_rate, human_seconds
 
@@ -34,6 +35,8 @@ def advice_json(advice: Advice) -> dict[str, Any]:
                 "step_s": each.step_s,
                 "samples_per_s": each.timeline.samples_per_s,
                 "peak_bytes": each.peak_bytes,
+                "elsewhere_bytes": each.elsewhere_bytes,
+                "traffic_bytes": each.traffic_bytes,
                 "limit": each.timeline.limit,
             }
             for each in advice.plans
@@ -72,12 +75,16 @@ def left_out_text(advice: Advice) -> str:
 def print_advice(advice: Advice, console: Console | None = None) -> None:
     """Prints the tables."""
     console = console or Console()
+    beside = _memories_beside(advice)
     plans = make_table(
-        "The best plans of different kinds",
+        "The best plans of different kinds (memory: of the fullest device)",
         ("kind", "plan", "limited by"),
-        ("step", "samples/s", "memory"),
+        ("step", "samples/s", "memory", *_headings(beside)),
     )
     for each in advice.plans:
+        elsewhere = [human_bytes(each.elsewhere_bytes[memory]) for memory in beside]
+        if beside:
+            elsewhere.append(human_bytes(each.traffic_bytes))
         add_row(
             plans,
             each.kind,
@@ -86,6 +93,7 @@ def print_advice(advice: Advice, console: Console | None = None) -> None:
             human_seconds(each.step_s),
             human_rate(each.timeline.samples_per_s),
             human_bytes(each.peak_bytes),
+            *elsewhere,
         )
     console.print(plans)
     if advice.is_interrupted:
@@ -101,6 +109,16 @@ def print_advice(advice: Advice, console: Console | None = None) -> None:
     console.print(advice.launch, soft_wrap=True, markup=False, highlight=False)
 
 
+def _memories_beside(advice: Advice) -> list[Memory]:
+    """Memories of hosts in which some plan has something."""
+    return memories_beside(device for each in advice.plans for device in each.timeline.devices)
+
+
+def _headings(beside: Sequence[Memory]) -> list[str]:
+    """Of the columns with what plans have beside their devices; none where that is nothing."""
+    return [*(ON_MEMORY[memory] for memory in beside), "moved in a step"] if beside else []
+
+
 def _changes_table(title: str, changes: Sequence[Change], same: str = "the same") -> Table:
     table = make_table(title, ("change", "step"))
     for change in changes:
@@ -111,9 +129,15 @@ def _changes_table(title: str, changes: Sequence[Change], same: str = "the same"
 def advice_html(advice: Advice) -> Markup:
     """One page without anything from elsewhere; every number carries its place in the JSON."""
     rows: list[Sequence[Cell]] = []
+    beside = _memories_beside(advice)
     for index, each in enumerate(advice.plans):
         key = f"plans.{index}"
         rate = each.timeline.samples_per_s
+        sizes = {"peak_bytes": each.peak_bytes}
+        for memory in beside:
+            sizes[f"elsewhere_bytes.{memory}"] = each.elsewhere_bytes[memory]
+        if beside:
+            sizes["traffic_bytes"] = each.traffic_bytes
         rows.append(
             (
                 each.kind,
@@ -121,11 +145,11 @@ def advice_html(advice: Advice) -> Markup:
                 each.timeline.limit,
                 Figure(f"{key}.step_s", each.step_s, human_seconds(each.step_s)),
                 Figure(f"{key}.samples_per_s", rate, human_rate(rate)),
-                Figure(f"{key}.peak_bytes", each.peak_bytes, human_bytes(each.peak_bytes)),
+                *(Figure(f"{key}.{at}", size, human_bytes(size)) for at, size in sizes.items()),
             )
         )
     words = ("kind", "plan", "limited by")
-    numbers = ("step", "samples/s", "memory")
+    numbers = ("step", "samples/s", "memory", *_headings(beside))
     best = advice.best
     return render(
         "advice.html",

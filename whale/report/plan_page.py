@@ -172,6 +172,7 @@ def _replica(plan: Plan, rank: int) -> str:
 def _memory(timeline: Timeline) -> Sheet:
     """What fills the memory of each device at its fullest moment."""
     rows: list[list[Cell]] = []
+    beside = tables.memories_beside(timeline.devices)
     for device in timeline.devices[: num_devices_shown(timeline)]:
         key = f"devices.{device.rank}"
         row: list[Cell] = [str(device.rank), device.kind]
@@ -180,8 +181,10 @@ def _memory(timeline: Timeline) -> Sheet:
         row.append(_bytes(f"{key}.peak_total_bytes", device.peak_total_bytes))
         capacity = human_bytes(device.memory_bytes) if device.memory_bytes else "not known"
         row.append(Figure(f"{key}.memory_bytes", device.memory_bytes, capacity))
+        for memory in beside:
+            row.append(_bytes(f"{key}.elsewhere_bytes.{memory}", device.elsewhere_bytes[memory]))
         rows.append(row)
-    numbers = (*CLASSES, "in all", "capacity")
+    numbers = (*CLASSES, "in all", "capacity", *(tables.ON_MEMORY[memory] for memory in beside))
     return Sheet(("rank", "device"), numbers, rows, len(timeline.devices) - len(rows))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -18,11 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from whale.names import listed
+from whale.plans.blocks import Memory
 from whale.plans.plan import Plan, Stage
 from whale.plans.samples import num_samples_by_rank
 from whale.plans.sharding import StageSharding
 from whale.simulation.memory import CLASSES
-from whale.simulation.timeline import DeviceTimeline, Timeline
+from whale.simulation.timeline import ELSEWHERE, DeviceTimeline, Timeline
 from whale.units import human_bytes, human_flop, human_rate, human_seconds, num_shown, ranges
 
 SHOWN_DEVICES = 16
@@ -115,8 +116,11 @@ def work_table(plan: Plan, timeline: Timeline) -> Table:
 
 def memory_table(timeline: Timeline) -> Table:
     """What fills the memory of every device at its fullest moment."""
+    beside = memories_beside(timeline.devices)
     table = make_table(
-        "Memory at its fullest moment in a step", ("rank", "device"), (*CLASSES, "in all", "of")
+        "Memory at its fullest moment in a step",
+        ("rank", "device"),
+        (*CLASSES, "in all", "of", *(ON_MEMORY[memory] for memory in beside)),
     )
     for device in timeline.devices[: num_devices_shown(timeline)]:
         parts = (human_bytes(device.peak_bytes[name]) for name in CLASSES)
@@ -127,8 +131,19 @@ def memory_table(timeline: Timeline) -> Table:
             *parts,
             human_bytes(device.peak_total_bytes),
             of_memory(device),
+            *(human_bytes(device.elsewhere_bytes[memory]) for memory in beside),
         )
     return _more(table, timeline)
+
+
+ON_MEMORY = {"host": "on the host", "disk": "on disk"}
+"""headings of columns with what a rank has beside its device"""
+
+
+def memories_beside(devices: Iterable[DeviceTimeline]) -> list[Memory]:
+    """Memories of hosts in which some of these devices have something."""
+    shown = list(devices)
+    return [memory for memory in ELSEWHERE if any(each.elsewhere_bytes[memory] for each in shown)]
 
 
 def away_table(timeline: Timeline) -> Table | None:
@@ -157,11 +172,22 @@ def hidden_text(device: DeviceTimeline) -> str:
     assert device.away is not None
     update = device.away.update
     update_s = update.out_s + update.in_s
-    where = f", {human_seconds(update_s)} around updates on the {device.away.updated_on}"
-    return (
-        f"{human_seconds(device.moved_s)} under {human_seconds(device.compute_s)} of forwards and "
-        f"backwards{where if update_s else ''}"
-    )
+    parts = []
+    if device.moved_s:
+        alone_s = device.compute_s - device.exposed_s
+        is_hidden = device.exposed_s <= HIDDEN * device.compute_s
+        effect = f"take {human_seconds(device.exposed_s)} longer for it"
+        parts.append(
+            f"{human_seconds(device.moved_s)} of transfers under {human_seconds(alone_s)} of "
+            f"forwards and backwards, which {'hide it' if is_hidden else effect}"
+        )
+    if update_s:
+        parts.append(f"{human_seconds(update_s)} around updates on the {device.away.updated_on}")
+    return "; ".join(parts) or "nothing moves"
+
+
+HIDDEN = 0.005
+"""of forwards and backwards: less than that is not worth a word"""
 
 
 AwayRow = tuple[str, str, float, tuple[float, float]]

@@ -141,10 +141,14 @@ class Activations:
                 self._send_out(segment)
 
     def begin_backward(self, visit: Visit) -> None:
-        """The backward of a micro-batch begins: its last segment is the first to be asked for."""
-        segments = self._segments.get(visit)
-        if segments:
-            self._fetch(segments[-1])
+        """The backward of a micro-batch begins: the last segment that went out is the first to be
+        brought. Where backward comes right after forward, those behind it are still here and are
+        used meanwhile.
+        """
+        for segment in reversed(self._segments.get(visit, ())):
+            if segment.block is not None:
+                self._fetch(segment)
+                return
 
     def end_backward(self, visit: Visit) -> None:
         """Nothing of the micro-batch is asked for any more."""
@@ -308,7 +312,7 @@ def _changed(tensor: Tensor) -> RuntimeError:
     return RuntimeError(
         f"a tensor of shape {list(tensor.shape)} that backward needs was written to after it was "
         'saved, so that "offload" of activations would take other values. Try: '
-        '"offload": {"activations": false}'
+        '"offload": {"activations": "device"}'
     )
 
 
@@ -327,7 +331,7 @@ def offloaded_activations(job: Job) -> Activations | None:
         raise ValueError(
             f'"compile": {job.config.compile!r} and "offload" of activations cannot both be set: '
             "compiled code chooses by itself what it saves. "
-            'Try: "compile": false, or "offload": {"activations": false}'
+            'Try: "compile": false, or "offload": {"activations": "device"}'
         )
     weights = [*job.weights.values(), *job.prepared.captured.constants.values()]
     if job.zero is not None:

@@ -23,6 +23,7 @@ from whale.devices import LocalDevice, Moment
 from whale.distributed.intervals import Transfer
 from whale.plans.blocks import Memory
 from whale.runtime.spill import SpillFolder
+from whale.units import human_bytes
 
 Piece = tuple[int, Tensor]
 """(byte of a block at which it lies, its bytes)"""
@@ -72,6 +73,10 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
+class HostMemoryError(RuntimeError):
+    """The host has no memory for a block."""
+
+
 class Copy(Transfer, Protocol):
     """A block on its way from its home or to it."""
 
@@ -82,8 +87,10 @@ class Copy(Transfer, Protocol):
 class HostHome:
     """Blocks in the memory of the host."""
 
-    def __init__(self, device: LocalDevice) -> None:
+    def __init__(self, device: LocalDevice, what: str = "blocks") -> None:
+        """`what`: the class of blocks, which messages and files are called by."""
         self._device = device
+        self._what = what
         self._held: dict[int, Tensor] = {}
         self._size: dict[int, int] = {}
         """by block: bytes that it has now; its memory may be larger"""
@@ -129,7 +136,17 @@ class HostHome:
         return self._begin(block, copies, "outgoing")
 
     def _new(self, block: int, num_bytes: int) -> Tensor:
-        return self._device.empty_on_host((num_bytes,), torch.uint8)
+        try:
+            return self._device.empty_on_host((num_bytes,), torch.uint8)
+        except (RuntimeError, MemoryError) as error:
+            in_use = human_bytes(self.num_bytes)
+            reason = str(error).partition("\n")[0]
+            raise HostMemoryError(
+                f'"offload" of {self._what} cannot get {human_bytes(num_bytes)} of host memory for '
+                f'block {block}, beside {in_use} that it has ({reason}). Try: "disk" in place of '
+                '"host" in "offload", less memory_gb of `host` in the cluster file, or fewer '
+                "processes on this host; then start again from the last checkpoint (engine.load)"
+            ) from error
 
     def _begin(self, block: int, copies: Copies, direction: str) -> Copy:
         self.num_bytes_moved += sum(source.numel() for source, _ in copies)
@@ -150,10 +167,8 @@ class DiskHome(HostHome):
     """Blocks in files."""
 
     def __init__(self, device: LocalDevice, folder: SpillFolder, what: str) -> None:
-        """`what`: the class of blocks, which their files are called by."""
-        super().__init__(device)
+        super().__init__(device, what)
         self._folder = folder
-        self._what = what
         # one thread: copies of one block, or of one slot, never pass each other
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"whale-spill-{what}")
 
@@ -229,7 +244,7 @@ class HomeMaker:
             self._made[memory] = (
                 DiskHome(self._device, self._folder(), self._what)
                 if memory == "disk"
-                else HostHome(self._device)
+                else HostHome(self._device, self._what)
             )
         return self._made[memory]
 

@@ -35,7 +35,7 @@ from whale.search.search import Search, SearchProgress, new_search, search
 from whale.search.settings import OpenSettings, settled
 from whale.search.shapes import MOST_CLASSES, device_classes
 from whale.simulation.simulate import simulate
-from whale.simulation.timeline import Timeline
+from whale.simulation.timeline import ELSEWHERE, Timeline
 from whale.units import ranges
 
 QUICK = Budget(
@@ -80,6 +80,20 @@ class RankedPlan:
     @property
     def peak_bytes(self) -> float:
         return max(device.peak_total_bytes for device in self.timeline.devices)
+
+    @property
+    def elsewhere_bytes(self) -> dict[str, float]:
+        """Memory of hosts -> bytes of the device that has most there."""
+        devices = self.timeline.devices
+        return {
+            memory: max(device.elsewhere_bytes[memory] for device in devices)
+            for memory in ELSEWHERE
+        }
+
+    @property
+    def traffic_bytes(self) -> float:
+        """Bytes that move in a step between a device and the memories of its host, at most."""
+        return max(device.traffic_bytes for device in self.timeline.devices)
 
 
 @dataclass(frozen=True)

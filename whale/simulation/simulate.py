@@ -132,6 +132,8 @@ class _Rank:
         """its last action is over"""
         self.moved_s = 0.0
         """of transfers from and to the memories of its host, one after the other"""
+        self.exposed_s = 0.0
+        """by which its forwards and backwards are longer for them"""
 
     def is_last(self, action: Action) -> bool:
         """Whether no other backward of its stage comes in this step."""
@@ -237,16 +239,16 @@ class _Simulation:
     def _begin(self, state: _Rank, action: Action, now: float) -> None:
         samples = state.samples[action.micro_batch]
         state.waits_since = now  # until its own end
+        took_s = state.times.seconds(action, state.rank, samples)
         transfers = state.times.transfers(action, state.rank) if samples else None
         if transfers is not None:
+            alone_s = state.times.alone_seconds(action, state.rank, samples)
             state.moved_s += self.factor * transfers.moved_s(samples)
+            state.exposed_s += self.factor * (took_s - alone_s)
         if self.is_recorded:
             state.account.start(action, samples)
             state.note_memory(now)
-        heapq.heappush(
-            self.queue,
-            (now + self.factor * state.times.seconds(action, state.rank, samples), state.rank),
-        )
+        heapq.heappush(self.queue, (now + self.factor * took_s, state.rank))
 
     def _end(self, state: _Rank, action: Action, now: float) -> None:
         assert state.waits_since is not None
@@ -360,6 +362,7 @@ class _Simulation:
                     memory_bytes=self.figures.memory_bytes[state.rank],
                     away=state.account.away,
                     moved_s=state.moved_s,
+                    exposed_s=state.exposed_s,
                 )
             )
         step_s = all_there + max(update_s)

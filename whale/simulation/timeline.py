@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from whale.plans.away import AwayFigures
+from whale.plans.blocks import Memory
 from whale.simulation.communication import TimedMessage
 
 ALL_REDUCE = "all-reduce"
@@ -18,6 +19,8 @@ UPDATE = "update"
 """events beside the actions of the schedule: waiting for gradients, and the optimizer"""
 COMPUTE_LETTERS = frozenset("FBIW")
 MICROSECONDS = 1e6
+ELSEWHERE: tuple[Memory, ...] = ("host", "disk")
+"""memories beside those of the devices"""
 MOSTLY = 0.7
 """a device that computes for so much of the step is what limits it"""
 
@@ -68,6 +71,10 @@ class DeviceTimeline:
     """what this rank has in the memories of its host; None: nothing"""
     moved_s: float = 0.0
     """seconds of its transfers from and to them in forwards and backwards, one after the other"""
+    exposed_s: float = 0.0
+    """seconds by which its forwards and backwards are longer for these transfers: the rest is hidden
+    under compute
+    """
 
     @cached_property
     def compute_s(self) -> float:
@@ -95,6 +102,20 @@ class DeviceTimeline:
     @property
     def peak_total_bytes(self) -> float:
         return sum(self.peak_bytes.values())
+
+    @property
+    def elsewhere_bytes(self) -> dict[str, float]:
+        """Memory of the host -> bytes that this rank has there."""
+        if self.away is None:
+            return dict.fromkeys(ELSEWHERE, 0.0)
+        return {memory: self.away.in_memory(memory) for memory in ELSEWHERE}
+
+    @property
+    def traffic_bytes(self) -> float:
+        """Bytes that move in a step between this device and the memories of its host, both ways."""
+        if self.away is None:
+            return 0.0
+        return sum(each.in_bytes + each.out_bytes for each in self.away.traffic)
 
 
 @dataclass(frozen=True)
@@ -163,17 +184,18 @@ class Timeline:
             "messages on their way": on_the_way,
             "all-reduce of gradients": device.all_reduce_s,
             "the update of the weights": device.update_s,
+            "transfers from and to the host": device.exposed_s,
             "other devices (bubble)": self.idle_s(device.rank)
             + device.wait_s
             - device.all_reduce_s
             - on_the_way,
         }
         name = f"rank {device.rank} ({device.kind})"
-        share = device.compute_s / self.step_s
+        share = (device.compute_s - device.exposed_s) / self.step_s
         worst = max(parts, key=parts.__getitem__)
         if share >= MOSTLY or parts[worst] <= 0:
             return f"compute: the busiest device, {name}, computes {share:.0%} of the step"
-        waits = "spends" if "update" in worst else "waits"
+        waits = "spends" if "update" in worst or "transfers" in worst else "waits"
         how = f"{waits} {parts[worst] / self.step_s:.0%} of the step for {worst}"
         return (
             f"{worst}: the busiest device, {name}, is busy for {device.busy_s / self.step_s:.0%} "
@@ -195,6 +217,8 @@ class Timeline:
                     "wait_s": device.wait_s,
                     "idle_s": self.idle_s(device.rank),
                     "peak_total_bytes": device.peak_total_bytes,
+                    "elsewhere_bytes": device.elsewhere_bytes,
+                    "traffic_bytes": device.traffic_bytes,
                 }
                 for device in self.devices
             ],

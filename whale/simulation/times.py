@@ -75,8 +75,16 @@ class Times:
 
     def seconds(self, action: Action, rank: int, num_samples: float) -> float:
         """Seconds of a compute action on the device of this rank."""
+        alone_s = self.alone_seconds(action, rank, num_samples)
+        transfers = self.transfers(action, rank) if num_samples else None
+        if transfers is None:
+            return alone_s
+        return transfers.longest_s(alone_s, num_samples, self.figures.overlaps)
+
+    def alone_seconds(self, action: Action, rank: int, num_samples: float) -> float:
+        """The same if nothing moved from and to the memories of the host."""
         if not self.plan.is_uniform:
-            return self.of_rank(rank).seconds(action, rank, num_samples)
+            return self.of_rank(rank).alone_seconds(action, rank, num_samples)
         kind = self.plan.device_kinds[rank]
         seconds = self._of_kind[action.stage][kind][action.kind].of(num_samples)
         if action.kind in ENDS_BACKWARD and action != self._first_of_stage[action.stage]:
@@ -91,19 +99,12 @@ class Times:
             else:
                 # all but one block come or go under the work on another one
                 seconds = max(seconds, message_s) + message_s / num_blocks
-        return self._with_transfers(seconds, action, rank, num_samples)
-
-    def _with_transfers(
-        self, seconds: float, action: Action, rank: int, num_samples: float
-    ) -> float:
-        """Seconds of an action with what moves from and to the memories of the host."""
-        transfers = self.transfers(action, rank)
-        if transfers is None:
-            return seconds
-        return transfers.longest_s(seconds, num_samples, self.figures.overlaps)
+        return seconds
 
     def transfers(self, action: Action, rank: int) -> Transfers | None:
         """What an action moves from and to the memories of the host of this rank."""
+        if not self.plan.is_uniform:
+            return self.of_rank(rank).transfers(action, rank)
         if not self.figures.away or action.kind is Kind.WEIGHT:
             return None
         away = self._away_of_rank.get(rank)
