@@ -48,5 +48,6 @@ for batch in loader:
     losses.append(float(loss))
 
 for step, loss in enumerate(losses, start=1):
-    print(f"step {step}: loss {loss:.6f}", flush=True)
+    # in one piece: both ranks print, and torchrun takes the buffer away
+    print(f"step {step}: loss {loss:.6f}\n", end="", flush=True)
 dist.destroy_process_group()
