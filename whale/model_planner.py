@@ -163,7 +163,13 @@ class ModelPlanner:
         if self.optimizer is None or not names:
             return
         shards = Shards(plan, "owned")
-        whole = [name for name in names if all(each.ranges is None for each in shards.held(name))]
+        whole = []
+        for name in names:
+            parts = [
+                each for each in shards.held(name) if each.boxes(())
+            ]  # some ranks hold nothing
+            if all(each.ranges is None for each in parts):
+                whole.append(name)
         holders = {each.ranks for name in names for each in shards.held(name)}
         if len(whole) < len(names) or len(holders) > 1:
             others = looks_at_others(self.optimizer, names)
