@@ -158,9 +158,10 @@ def hidden_text(device: DeviceTimeline) -> str:
     update = device.away.update
     update_s = update.out_s + update.in_s
     where = f", {human_seconds(update_s)} around updates on the {device.away.updated_on}"
+    ahead = f", {human_seconds(device.ahead_s)} of updates under the next forward"
     return (
         f"{human_seconds(device.moved_s)} under {human_seconds(device.compute_s)} of forwards and "
-        f"backwards{where if update_s else ''}"
+        f"backwards{where if update_s else ''}{ahead if device.ahead_s else ''}"
     )
 
 

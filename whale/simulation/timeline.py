@@ -68,6 +68,10 @@ class DeviceTimeline:
     """what this rank has in the memories of its host; None: nothing"""
     moved_s: float = 0.0
     """seconds of its transfers from and to them in forwards and backwards, one after the other"""
+    ahead_s: float = 0.0
+    """seconds of its updates on the host that run under the next forward, as far as that does not
+    wait for them (which is an update, too)
+    """
 
     @cached_property
     def compute_s(self) -> float:
