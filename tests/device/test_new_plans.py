@@ -87,6 +87,8 @@ OFFLOADED = [
     pytest.param(
         "DP 2, gpipe", Placement("host", gradients="host"), id="states, gradients", marks=SLOW
     ),
+    pytest.param("DP 2", Placement("host", updated_on="host", ahead=True), id="states, ahead"),
+    pytest.param("DP 2", Placement("host", "host", ahead=True), id="weights, ahead", marks=SLOW),
     pytest.param("DP 2, gpipe", Placement(activations="host"), id="activations, host"),
     pytest.param("DP 2, uneven", Placement(states="disk"), id="states, disk", marks=SLOW),
     pytest.param("2 stages", Placement(activations="disk"), id="activations, disk", marks=SLOW),
@@ -111,6 +113,7 @@ def test_offload(tied: ModelServer, way: str, placement: Placement, tmp_path: Pa
     reference = tied.run_local(zero_cases.train_locally, "adamw", case.num_micro_batch)
     ranks = tied.run(train_offloaded, case.num_ranks, case, placement, tmp_path, backend=BACKEND)
     assert any(ranks[0].num_bytes_moved.values())
+    assert bool(ranks[0].num_updates) == placement.ahead
     compare(reference, trace_of(ranks[0], reference))
 
 

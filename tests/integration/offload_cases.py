@@ -5,12 +5,14 @@ the table of `test_offload.py`.
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import whale as wh
 from tests.exactness import Float64Mode
+from tests.integration.held_updates import HeldUpdates, held_updates
 from tests.integration.table import NUM_STEPS
 from tests.integration.training import Subject, batches
 from tests.integration.zero_cases import OPTIMIZERS, ZeroCase, ZeroTrace, engine_of, plan_of
@@ -61,6 +63,8 @@ class Placement:
     gradients: Memory = "device"
     updated_on: str | None = None
     """where blocks are updated whose states are elsewhere; None: as the planner says"""
+    ahead: bool = False
+    """updates on the host run under the next forward, each as late as that allows"""
 
     @property
     def config(self) -> dict[str, str]:
@@ -75,14 +79,15 @@ class Placement:
     def __str__(self) -> str:
         asked = self.config.items()
         words = [f"{key} {value}" for key, value in asked if value != "device"]
-        return ", ".join(words + [f"updated on {self.updated_on}"] * bool(self.updated_on))
+        words += [f"updated on {self.updated_on}"] * bool(self.updated_on)
+        return ", ".join(words + ["ahead"] * self.ahead)
 
 
 def offloading_engine(
     subject: Subject, case: OffloadCase, optimizer: Any, level: int, placement: Placement
 ) -> Engine:
     """The engine of one rank. Files go to the run folder of `case.config`."""
-    if placement.mixed is None and placement.updated_on is None:
+    if placement.mixed is None and placement.updated_on is None and not placement.ahead:
         return engine_of(subject, case, optimizer, level, offload=placement.config)
     plan = plan_of(subject, case, level, offload=placement.config)
     draws = random.Random(placement.mixed)
@@ -103,7 +108,7 @@ def offloading_engine(
         optimizer=optimizer,
         loss=subject.case.loss,
         prepared=subject.prepared,
-        plan=replace(plan, blocks=tuple(blocks)),
+        plan=replace(plan, blocks=tuple(blocks), updates_ahead=placement.ahead),
     )
 
 
@@ -113,6 +118,8 @@ class OffloadTrace(ZeroTrace):
 
     num_bytes_moved: dict[str, int]
     """between homes and the device, by class"""
+    num_updates: int = 0
+    """of blocks, under the next forward"""
 
 
 def train(
@@ -124,7 +131,10 @@ def train(
     folder: Path,
 ) -> OffloadTrace:
     """Three steps on one rank."""
-    with Float64Mode():
+    holding: AbstractContextManager[HeldUpdates | None] = nullcontext()
+    if placement.ahead:
+        holding = held_updates()
+    with Float64Mode(), holding as held:
         data = batches(subject.case, False, NUM_STEPS)
         activations.SEGMENT_BYTES = case.segment_bytes
         case = replace(case, config={**case.config, "run_folder": str(folder)})
@@ -143,4 +153,5 @@ def train(
             trained = engine.step(data[0]).loss
             assert evaluated is not None and abs(evaluated - trained) < 1e-10 * abs(trained)
         engine.close()
+        trace.num_updates = held.num_updates if held is not None else 0
         return trace

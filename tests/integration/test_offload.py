@@ -36,14 +36,23 @@ QUICK: tuple[Row, ...] = (
     ("tied", "wave", 0, Placement("host", "host", "host"), "sgd"),
     ("tied", "DP 2, uneven", 3, Placement("disk", "disk"), "adamw"),
     ("tied", "beside split", 0, Placement("disk", activations="host"), "sgd"),
+    ("tied", "DP 2", 0, Placement("host", ahead=True), "adamw"),
+    ("tied", "2 stages", 0, Placement("disk", "host", ahead=True), "sgd"),
 )
 TOGETHER: tuple[Row, ...] = (
     ("mixtral", "DP 2", 0, Placement("disk", updated_on="device"), "adamw"),
     ("lora", "DP 2, uneven", 2, Placement("host", gradients="disk"), "adamw"),
     ("llama", "2 stages x 2", 3, Placement("disk", "disk", "disk", gradients="disk"), "adamw"),
     ("resnet", "wave", 0, Placement("host", "disk", "host", gradients="host"), "sgd"),
+    ("gpt2", "DP 2, uneven", 1, Placement("disk", updated_on="host", ahead=True), "adamw"),
+    ("mixtral", "DP 2, gloo", 0, Placement("host", ahead=True), "sgd"),
+    ("lora", "2 stages x 2", 2, Placement("host", gradients="host", ahead=True), "adamw"),
+    ("llama", "recompute", 0, Placement("host", "host", ahead=True), "adamw"),
+    ("resnet", "wave", 0, Placement("host", ahead=True), "sgd"),
+    ("tied", "zero-bubble", 0, Placement("disk", "host", ahead=True), "adamw"),
+    ("tied", "beside split", 0, Placement("host", "host", ahead=True), "adamw"),
 )
-"""several classes at once, or another place of the update than the planner's"""
+"""several classes at once, another place of the update than the planner's, or another time"""
 
 
 def _is_possible(row: Row) -> bool:
@@ -109,4 +118,5 @@ def _compare(servers: Servers, row: Row, folder: Path) -> None:
             is_away = False
         assert moved == 0 or is_away, f"{what} moved"
         assert moved > 0 or not is_away or placement.mixed is not None, f"{what} never moved"
+    assert any(rank.num_updates for rank in ranks) == placement.ahead
     assert not list(folder.glob("spill")), "files are left behind"

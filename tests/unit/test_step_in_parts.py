@@ -34,6 +34,9 @@ class OneRank:
     def need_optimizer(self, caller: str) -> None:
         return
 
+    def finish_ahead(self) -> None:
+        return
+
     def totals(self, *args: object, **options: object) -> Any:
         return None
 

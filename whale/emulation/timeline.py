@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,9 @@ class Recorder:
         self._steps: list[tuple[float, float]] = []
         self._events: list[Event] = []
         self._paces: list[Pace] = []
-        self.prediction = run(times.plan, times.figures, factor)
+        # updates are not emulated: they take their own time at the end of a step
+        plan = replace(times.plan, updates_ahead=False)
+        self.prediction = run(plan, times.figures, factor)
         atexit.register(self.write)
 
     def add(

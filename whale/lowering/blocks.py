@@ -39,6 +39,8 @@ class BlockWeights:
     residence: Bringer
     block_of: Mapping[str, int]
     slot_of: Sequence[int]
+    stays: bool = False
+    """a block that was brought stays: backward need not bring it again"""
 
 
 @dataclass
@@ -59,6 +61,8 @@ class Readers:
     region: int | None = None
     last: Blocks | None = None
     """blocks that are here at this place of the graph for certain"""
+    stays: bool = False
+    """what was brought is here in backward, too"""
 
     def enter(self, region: int | None) -> None:
         """Forgets which blocks are here: a region also runs in backward."""
@@ -76,7 +80,7 @@ class Readers:
 
     def behind(self, graph: Graph, node: Node, result: Node, residence: Node | None) -> None:
         blocks = self.of_node.get(node, ())
-        if blocks and residence is not None:
+        if blocks and residence is not None and not self.stays:
             graph.call_function(need_in_backward, (residence, blocks, result))
 
 
@@ -167,7 +171,7 @@ def readers_of(
         if blocks:
             found[node] = tuple(sorted(blocks))
             refuse_shared_slots(node, found[node], weights)
-    return Readers(found)
+    return Readers(found, stays=weights.stays)
 
 
 def from_weights_alone(node: Node, readers: Readers | None, state: Iterable[Node]) -> bool:

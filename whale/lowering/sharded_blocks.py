@@ -36,7 +36,7 @@ Behind = dict[Node, Blocks]
 
 def bring_blocks(module: GraphModule, weights: BlockWeights) -> list[Use]:
     """Changes the graph in place; gives its uses of blocks in order."""
-    bringing = _Bringing(weights, Readers({}))
+    bringing = _Bringing(weights, Readers({}, stays=weights.stays))
     bringing.put_calls(module, {})
     return bringing.readers.uses
 

@@ -27,6 +27,7 @@ from whale.planning.recompute import Regions
 from whale.planning.recompute_choice import explain
 from whale.planning.split_memory import on_grids
 from whale.planning.stages import RECOMPUTED
+from whale.planning.updates_ahead import with_updates_ahead
 from whale.planning.workload import Workload
 from whale.planning.zero import with_zero_figures, zero_decision
 from whale.planning.zero_blocks import blocks_of, grid_blocks
@@ -80,7 +81,7 @@ def assemble(problem: Problem, workload: Workload, draft: Draft, model: str) -> 
     )
     notes = (*plan.notes, *_narrow_sum_notes(problem.captured, plan))
     plan = replace(plan, notes=notes, figures=_figures(problem, workload, draft))
-    return with_samples(_with_homes(problem, draft, plan))
+    return with_updates_ahead(with_samples(_with_homes(problem, draft, plan)), problem)
 
 
 def _with_homes(problem: Problem, draft: Draft, plan: Plan) -> Plan:

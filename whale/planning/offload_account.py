@@ -330,7 +330,7 @@ class OffloadAccount:
         device = self.cluster.devices[rank]
         memories = self.cluster.memories_of(device.host)
         number = self.num_ranks[device.host]
-        in_s = out_s = 0.0
+        in_s = out_s = gradients_s = 0.0
         if where == "host":
             byte_s = device.kind.byte_s
             if memories.memory is not None:
@@ -339,14 +339,14 @@ class OffloadAccount:
             if self.on_accelerators and self.offload.weights == "device":
                 num_blocks = 1
                 rate_in, rate_out = memories.rates("host", number)
-                out_s = classes["gradients"].get("device", 0.0) / rate_out
+                out_s = gradients_s = classes["gradients"].get("device", 0.0) / rate_out
                 in_s = trained / rate_in
             for what, is_written in (("weights", True), ("gradients", False), ("optimizer", True)):
                 on_disk = classes[what].get("disk", 0.0)
                 if on_disk and memories.disk is not None:
                     in_s += on_disk * number / memories.disk.read_bytes_per_s
                     out_s += is_written * on_disk * number / memories.disk.write_bytes_per_s
-            return UpdateTimes(out_s, work_s, in_s, max(1, num_blocks))
+            return UpdateTimes(out_s, work_s, in_s, max(1, num_blocks), gradients_s)
         for what, homes in classes.items():
             for memory, held in homes.items():
                 if memory == "device":

@@ -12,7 +12,7 @@ from whale.planning.balance import DeviceLoads
 from whale.planning.offload_account import Homes, OffloadAccount, StepLoad
 from whale.planning.offload_groups import Group, Part
 from whale.planning.workload import INSIDE_OPERATIONS
-from whale.plans.away import AwayFigures, Held, Traffic, Transfers, UpdateTimes
+from whale.plans.away import AwayFigures, Held, StageAhead, Traffic, Transfers, UpdateTimes
 from whale.plans.blocks import Memory
 from whale.plans.figures import Figures, ZeroFigures
 from whale.plans.plan import DeviceMemory
@@ -125,7 +125,31 @@ class _OfRank:
             update=update,
             updated_on=self.account.updated_on,
             traffic=tuple(self._traffic(homes, group, classes, rank, step)),
+            ahead=self._ahead(homes, number, parts, update),
         )
+
+    def _ahead(
+        self, homes: Homes, number: int, parts: Sequence[Part], update: UpdateTimes
+    ) -> tuple[StageAhead, ...]:
+        """Updates of every stage that may run under the next forward, by `Block.may_wait`. A block
+        of several stages is updated for the first of them.
+        """
+        group = self.account.groups[number]
+        trained = sum(part.trained for part in parts)
+        if self.account.updated_on != "host" or not trained:
+            return ()
+        bytes_of = dict.fromkeys(group.stages, 0.0)
+        number_of = dict.fromkeys(group.stages, 0)
+        for block, part in enumerate(parts):
+            is_here = homes.of[number, "weights"][block] == "device"
+            if homes.of[number, "optimizer"][block] == "device" or (group.is_grid and is_here):
+                continue
+            stage = min(group.stages_of[block])
+            bytes_of[stage] += part.trained
+            number_of[stage] += 1
+        second = update.ahead_s() / trained
+        found = [StageAhead(second * bytes_of[s], max(1, number_of[s])) for s in group.stages]
+        return tuple(found) if any(bytes_of.values()) else ()
 
     def _by_memory(
         self, homes: Homes, group: int, parts: Sequence[Part]

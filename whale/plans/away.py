@@ -80,6 +80,8 @@ class UpdateTimes(NamedTuple):
     work_s: float = 0.0
     in_s: float = 0.0
     num_blocks: int = 1
+    gradients_s: float = 0.0
+    """the part of `out_s` that is gradients, which go to the host before the first update begins"""
 
     def seconds(self, overlaps: bool = True) -> float:
         """All of it, with nothing else to hide under."""
@@ -87,6 +89,30 @@ class UpdateTimes(NamedTuple):
         if not overlaps:
             return sum(parts)
         return max(parts) + (sum(parts) - max(parts)) / self.num_blocks
+
+    def ahead_s(self) -> float:
+        """What may run under the next forward: all of it but the gradients."""
+        return self._replace(out_s=self.out_s - self.gradients_s).seconds()
+
+
+class StageAhead(NamedTuple):
+    """The update of one stage on the host, as far as it may run under the next forward."""
+
+    seconds: float = 0.0
+    num_blocks: int = 1
+
+    def end_s(self, start_s: float, compute_s: float, before_s: float) -> float:
+        """When the first forward of the stage is over that begins at `start_s`, if updates of
+        stages before it are over at `before_s`: block by block the update, then the forward.
+
+            max(start + c, before + u / n + c, before + u + c / n)                           (2)
+        """
+        number = max(1, self.num_blocks)
+        if not self.seconds:
+            return start_s + compute_s
+        first_s = before_s + self.seconds / number
+        last_s = before_s + self.seconds
+        return max(start_s + compute_s, first_s + compute_s, last_s + compute_s / number)
 
 
 @dataclass(frozen=True)
@@ -106,6 +132,15 @@ class AwayFigures:
     update: UpdateTimes
     updated_on: str = "device"
     traffic: tuple[Traffic, ...] = ()
+    ahead: tuple[StageAhead, ...] = ()
+    """by these stages, in the order of their forwards; empty: nothing may run under the next
+    forward
+    """
+
+    @property
+    def ahead_s(self) -> float:
+        """Seconds of updates that may run under the next forward."""
+        return sum(each.seconds for each in self.ahead)
 
     def in_memory(self, memory: Memory) -> float:
         """Bytes that a rank has in one of the memories of its host."""

@@ -56,6 +56,14 @@ class Block:
         """Whether something of it is at home outside of the device."""
         return {self.weights, self.states, self.gradients} != {"device"}
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether its update may run under the next forward: on the host, where nothing else uses
+        its weights, of a block that the forward can wait for. Weights of a grid that are on the
+        device are used without being brought.
+        """
+        return self.updated_on == "host" and (bool(self.ends) or self.weights != "device")
+
     def interval(self, rank: int) -> tuple[int, int]:
         """Elements [start, stop) of the block that a rank of its group holds."""
         place = self.ranks.index(rank)

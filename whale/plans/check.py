@@ -347,6 +347,7 @@ def _figures(plan: Plan, figures: Figures) -> Iterator[str]:
         yield "its figures have a rank twice in what is at home elsewhere"
     for away in figures.away:
         counts = {len(away.stages), len(away.forward), len(away.backward)}
+        counts |= {len(away.ahead)} if away.ahead else set()
         if not in_range(away.ranks, number) or len(counts) > 1:
             yield "its figures of what is at home elsewhere do not fit together"
         numbers = [each.num_pieces for each in (*away.forward, *away.backward)]

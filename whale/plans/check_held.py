@@ -126,6 +126,7 @@ def block_problems(plan: Plan) -> Iterator[str]:
         plan.zero >= GRADIENTS_TOO and plan.least_samples < 1
     ):
         yield "it leaves ranks without samples that share gradients in every backward"
+    yield from _ahead_problems(plan)
     groups = {tuple(sorted(device.all_ranks)) for device in plan.virtual_devices}
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for index, block in enumerate(plan.blocks):
@@ -137,6 +138,16 @@ def block_problems(plan: Plan) -> Iterator[str]:
             if (name, block.ranks) in seen:
                 yield f"{name} is in two blocks of ranks {list(block.ranks)[:8]}"
             seen.add((name, block.ranks))
+
+
+def _ahead_problems(plan: Plan) -> Iterator[str]:
+    """Problems of updates under the next forward."""
+    if not plan.updates_ahead:
+        return
+    if not any(block.may_wait for block in plan.blocks):
+        yield "it updates under the next forward, and no block is updated on the host"
+    if plan.owners or plan.summed_norms:
+        yield "it updates under the next forward, and ranks exchange parts of an update"
 
 
 def owner_problems(plan: Plan) -> Iterator[str]:

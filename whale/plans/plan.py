@@ -116,6 +116,10 @@ class Plan:
     """
     folders: dict[str, str] = field(default_factory=dict)
     """host -> folder for what is at home on its disk; not there: the run folder"""
+    updates_ahead: bool = False
+    """blocks that are updated on the host (`Block.may_wait`) are updated under the next forward,
+    which waits for each of them before its first use
+    """
 
     # What follows reads the fields above. In a plan of several templates stages and VirtualDevices
     # are counted through all of them (`templates.py`).

@@ -183,6 +183,8 @@ def hidden_text(device: DeviceTimeline) -> str:
         )
     if update_s:
         parts.append(f"{human_seconds(update_s)} around updates on the {device.away.updated_on}")
+    if device.ahead_s:
+        parts.append(f"{human_seconds(device.ahead_s)} of updates under the next forward")
     return "; ".join(parts) or "nothing moves"
 
 

@@ -178,6 +178,7 @@ class StepInParts:
         totals = self._finished()
         latest = self._latest
         assert latest is not None
+        training.finish_ahead()
         # owners of whole parameters and holders of parts ask which gradients there are
         training.updater.trained = self._trained
         update = training.updater.apply(

@@ -28,6 +28,7 @@ from whale.runtime.gradients import GradientSynchroniser
 from whale.runtime.messages import Receive
 from whale.runtime.split import Deferred, Product, run_products
 from whale.runtime.stage_updates import StageUpdates
+from whale.runtime.updates_ahead import LateBlocks
 from whale.scheduling import Action
 from whale.scheduling.queues import last_posted
 from whale.scheduling.slots import Slots
@@ -60,6 +61,8 @@ class Pass:
     """boundary tensors, by their slots"""
     activations: Activations | None = None
     """takes out what stages save for backward; None: all of it stays"""
+    late: LateBlocks | None = None
+    """brings whole weights that are updated under this forward; None: all are here"""
     num_posted: int = 0
     arrivals: dict[int, tuple[list[Arrival], dict[int, Tensor]]] = field(default_factory=dict)
     """what was posted for each receive, by its number, and the tensors that come in several
@@ -137,6 +140,7 @@ class Forward:
 
     def run(self, state: Pass) -> None:
         if self.is_idle:
+            self._meet(state)
             self._count(state, [])
             return
         received = [self._received(state, argument) for argument in self.arguments]
@@ -192,6 +196,12 @@ class Forward:
             with torch.no_grad():
                 buffer.copy_(value)
         self._count(state, roots)
+
+    def _meet(self, state: Pass) -> None:
+        """A rank without samples meets the others of its blocks where their forward needs them."""
+        if state.late is not None:
+            for use in self.chunk.uses:
+                state.late.need(*use.blocks)
 
     def _count(self, state: Pass, roots: list[Root]) -> None:
         if state.gradients is not None:

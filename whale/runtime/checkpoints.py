@@ -199,6 +199,8 @@ class Checkpoints:
 
     def _apply(self, incoming: Incoming, data: Any) -> None:
         updater = self._updater
+        if self._job.zero is not None:
+            self._job.zero.forget_late()
         updater.wait_for_copies()
         with torch.no_grad():
             for name, tensor in self._job.weights.items():

@@ -73,6 +73,7 @@ class Engine:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """This rank's optimizer; None when it holds nothing that is trained."""
         self._training.settle()
+        self._training.updater.finish()
         return self._training.updater.optimizer
 
     @property
@@ -229,6 +230,7 @@ class Engine:
             if self._leaves_out("engine.evaluate gives no outputs and nan for the loss"):
                 return EvaluationResult(Totals(torch.tensor([math.nan]), None), None)
             self._training.settle()
+            self._training.finish_ahead()
             return self._evaluation.run(batch, self.step_count, outputs)
 
     # ---- state
@@ -240,6 +242,7 @@ class Engine:
         if self._leaves_out("engine.full_state_dict is empty"):
             return {}
         self._training.settle()
+        self._training.finish_ahead()
         return gather_state(
             self._job.model, self._job.weights, self._job.names, self._job.shards, self._job.ranks
         )
@@ -255,6 +258,7 @@ class Engine:
         if self._leaves_out("engine.save writes nothing"):
             return nothing_to_save(self._checkpoint_folder(folder))
         self._training.settle()
+        self._training.finish_ahead()
         return self._checkpoints.save(self._checkpoint_folder(folder), self.step_count, data)
 
     def load(self, folder: str | Path | None = None, data: Any = None) -> int | None:
@@ -288,6 +292,7 @@ class Engine:
         call it.
         """
         if not self._leaves_out("engine.save_pretrained writes nothing"):
+            self._training.finish_ahead()
             save_pretrained(self._job, Path(folder), tokenizer, options)
 
     def module(self, everywhere: bool = False) -> torch.nn.Module | None:
@@ -296,18 +301,21 @@ class Engine:
         """
         if self._leaves_out("engine.module gives None"):
             return None
+        self._training.finish_ahead()
         return local_model(self._job, everywhere)
 
     def gathered(self) -> contextlib.AbstractContextManager[torch.nn.Module]:
         """Inside `with engine.gathered() as model:` the model that was parallelized has copies of
         all weights on every rank and may be used as before. All ranks must enter it.
         """
+        self._training.finish_ahead()
         return gathered(self._job)
 
     def give_back(self) -> None:
         """Gives the model that was parallelized all its weights back, on every rank, and closes the
         engine. All ranks must call it.
         """
+        self._training.finish_ahead()
         give_back(self._job)
         self.close()
 
@@ -344,6 +352,7 @@ class Engine:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters that the loss trains."""
+        self._training.updater.finish()
         for held in self._training.held:
             if held.name in self._shapes.first.trained:
                 yield held.name, held.tensor
@@ -380,10 +389,12 @@ class Engine:
         emulated run.
         """
         self._checkpoints.wait()
-        self._training.updater.close()
-        self._job.remove_spilled()
-        self._job.platform.close()
-        self._training.close()
+        try:
+            self._training.updater.close()
+        finally:  # an update that failed leaves no files behind
+            self._job.remove_spilled()
+            self._job.platform.close()
+            self._training.close()
 
     # ---- inside
 

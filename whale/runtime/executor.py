@@ -31,6 +31,7 @@ from whale.runtime.messages import Receive, Send
 from whale.runtime.residence import Residence
 from whale.runtime.split import Deferred
 from whale.runtime.stage_updates import StageUpdates
+from whale.runtime.updates_ahead import LateBlocks
 from whale.scheduling import Action, Kind
 
 
@@ -98,6 +99,8 @@ class Executor:
         self.with_torch_compile = with_torch_compile
         self.activations: Activations | None = None
         """takes out what stages save for backward; None: all of it stays"""
+        self.late: LateBlocks | None = None
+        """brings whole weights that are updated under the forward; None: all are here"""
         self._backward_order = BackwardOrder.of(program.actions)
         self.unconnected: Collection[tuple[int, int]] = ()
         """(source, destination) ranks of all messages of the job, until their channels are made"""
@@ -200,6 +203,7 @@ class Executor:
         state = Pass(
             given, outcome, gradients, updates, self.transport, self._receives, self.window, held
         )
+        state.late = self.late
         if self.activations is not None and gradients is not None:
             self.activations.begin(self._backward_order, given.tensors)
             state.activations = self.activations

@@ -3,7 +3,8 @@ parameters, and the states of one are on the device from just before its update 
 those of the next on their way (docs/memory.md).
 
 Where the plan updates a block on the host, and its parameters are in host memory, too, the optimizer
-works on its states where they lie, by torch's fused kernels for CPUs.
+works on its states where they lie, by torch's fused kernels for CPUs; under the next forward where
+the plan says so (`runtime/updates_ahead.py`), but for the first update of a parameter.
 
 States come to be in the first update of a block: then it gets its layout, the tensors of its states
 one behind the other, and its place at home. From then on they lie in a slot of a pool during the
@@ -14,8 +15,9 @@ only; `expand` puts the others back, as they lie at home, for checkpoints.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ from whale.runtime.homes import (
 from whale.runtime.job import Job
 from whale.runtime.residence import Pool, Residence
 from whale.runtime.stage_updates import BY_PARAMETER, step_some
+from whale.runtime.updates_ahead import OptimizerNow, UpdatesAhead
 
 STREAMED = BY_PARAMETER | {torch.optim.Adafactor, torch.optim.Muon}
 """optimizers that update each parameter by its own gradient and state only"""
@@ -47,6 +50,19 @@ class StateBlock:
     home: HostHome
     at_home: bool = False
     """it is updated where it lies: its parameters are in the memory of the host, too"""
+    ahead: AheadBlock | None = None
+    """how it is updated under the next forward; None: before the step is over"""
+
+
+@dataclass(frozen=True)
+class AheadBlock:
+    """What the next forward waits for."""
+
+    number: int
+    """of the block among those of this rank (`Zero.blocks`)"""
+    names: tuple[str, ...]
+    copy_behind: Callable[[int], Callable[[], None] | None]
+    """called when its update is queued: gives what takes the new weights to the device"""
 
 
 @dataclass(frozen=True)
@@ -81,10 +97,17 @@ class OffloadedStates:
     """Steps an optimizer whose states live elsewhere."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, blocks: Sequence[StateBlock], device: LocalDevice
+        self,
+        optimizer: torch.optim.Optimizer,
+        blocks: Sequence[StateBlock],
+        device: LocalDevice,
+        ahead: UpdatesAhead | None = None,
     ) -> None:
-        """`blocks`: in the order of their update; parameters of no block keep their states."""
+        """`blocks`: in the order of their update; parameters of no block keep their states.
+        `ahead`: runs updates under the next forward.
+        """
         self._optimizer = optimizer
+        self._ahead = ahead
         refuse(optimizer)
         own = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self._blocks: list[StateBlock] = []
@@ -96,14 +119,21 @@ class OffloadedStates:
         self._layouts: dict[int, _Layout] = {}
         self._residence: Residence | None = None
         """None until all blocks have had a layout, and after one has changed"""
+        self._known: set[int] = set()
+        """ids of parameters that have had an update, and so the states that they will have"""
+        self._changed: list[int] = []
+        """blocks that got other states under a forward, which are still with the optimizer"""
 
     @property
     def pool_bytes(self) -> int:
         """Bytes on the device through which states come and go."""
         return self._residence.pool.num_bytes if self._residence is not None else 0
 
-    def step(self) -> None:
-        """One step of the optimizer."""
+    def step(self, ahead: bool = False) -> None:
+        """One step of the optimizer. `ahead`: blocks that may be are updated under what follows, up
+        to `finish`.
+        """
+        self.finish()
         inside = {id(each) for block in self._blocks for each in block.parameters}
         rest = {
             id(each)
@@ -119,48 +149,137 @@ class OffloadedStates:
             for number, block in enumerate(self._blocks)
             if any(each.grad is not None for each in block.parameters)
         ]
+        later = [number for number in due if ahead and self._may_wait(self._blocks[number])]
+        now = [number for number in due if number not in later]
         residence = self._residence or self._made()
-        streamed = [number for number in due if not self._blocks[number].at_home]
+        streamed = [number for number in now if not self._blocks[number].at_home]
         residence.begin([(number,) for number in streamed if number in self._layouts])
         is_old = False
-        for number in due:
+        for number in now:
             is_old |= self._step_block(number, residence)
         if is_old:
             residence.drain()
             self._residence = None
+        if later:
+            self._begin_later(later)
+
+    # ---- under the next forward
+
+    def _may_wait(self, block: StateBlock) -> bool:
+        """Whether a block may be updated under the next forward: all its states are known."""
+        trained = [each for each in block.parameters if each.grad is not None]
+        return block.ahead is not None and all(id(each) in self._known for each in trained)
+
+    def _begin_later(self, numbers: Sequence[int]) -> None:
+        """Queues the updates of these blocks, with the gradients and options of now."""
+        assert self._ahead is not None
+        now = OptimizerNow(self._optimizer)
+        for number in numbers:
+            block = self._blocks[number]
+            assert block.ahead is not None
+            optimizer = now.of(each for each in block.parameters if each.grad is not None)
+            copy = block.ahead.copy_behind(block.ahead.number)
+            update = partial(self._step_later, number, optimizer, copy)
+            self._ahead.begin(block.ahead.number, block.ahead.names, update)
+
+    def _step_later(
+        self,
+        number: int,
+        optimizer: torch.optim.Optimizer,
+        copy: Callable[[], None] | None,
+    ) -> None:
+        """Updates a block, in the thread. `optimizer`: for its parameters alone."""
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        before = self._layouts.get(number)
+        buffer = self._attached(number, before, None)
+        with self._kernels(self._blocks[number], optimizer, parameters):
+            optimizer.step()
+        if not self._stored(number, before, buffer):
+            self._changed.append(number)
+        if copy is not None:
+            copy()
+
+    def finish(self) -> None:
+        """Returns when all updates are over, and raises what went wrong with one."""
+        if self._ahead is not None:
+            self._ahead.wait_for_all()
+        for number in self._changed:
+            self._take_home(number, self._layout(self._blocks[number]))
+        if self._changed:
+            self._settle()
+            self._residence = None
+            self._changed.clear()
+
+    def forget(self) -> None:
+        """All states are replaced, by a checkpoint: what became of the last update no longer
+        counts.
+        """
+        if self._ahead is not None:
+            self._ahead.forget()
+        self._changed.clear()
+
+    # ---- one block
 
     def _step_block(self, number: int, residence: Residence) -> bool:
         """Updates the parameters of a block; whether its layout has changed."""
         block = self._blocks[number]
         before = self._layouts.get(number)
-        buffer: Tensor | None = None
-        if before is not None:
-            buffer = self._bring(number, residence)
-            for state in before.states:
-                self._optimizer.state[state.parameter][state.key] = state.inside(buffer)
-        is_fused = block.at_home and not _begins_momentum(self._optimizer, block.parameters)
-        with fused(self._optimizer) if is_fused else contextlib.nullcontext():
+        buffer = self._attached(number, before, residence)
+        with self._kernels(block, self._optimizer, block.parameters):
             step_some(self._optimizer, {id(each) for each in block.parameters})
-        after = self._layout(block)
-        if before is not None and buffer is not None and _is_same(before, after):
-            for state in before.states:
-                slot = state.inside(buffer)
-                now = self._optimizer.state[state.parameter][state.key]
-                if now.data_ptr() != slot.data_ptr():  # an optimizer that makes new tensors
-                    slot.copy_(now)
-            self._detach(before)
+        self._known.update(id(each) for each in block.parameters if each.grad is not None)
+        if before is not None and self._stored(number, before, buffer):
             if not block.at_home:
                 residence.changed(number)
             return False
-        self._take_home(number, after)
+        self._take_home(number, self._layout(block))
         return True
 
-    def _bring(self, number: int, residence: Residence) -> Tensor:
+    def _attached(
+        self, number: int, layout: _Layout | None, residence: Residence | None
+    ) -> Tensor | None:
+        """Gives the optimizer the states of a block, in the bytes that this returns. `residence`:
+        brings them where they are not used at home.
+        """
+        if layout is None:
+            return None
+        buffer = self._bring(number, residence)
+        for state in layout.states:
+            self._optimizer.state[state.parameter][state.key] = state.inside(buffer)
+        return buffer
+
+    def _stored(self, number: int, before: _Layout | None, buffer: Tensor | None) -> bool:
+        """Takes the states of a block from the optimizer, if they are those that it had; else they
+        stay there.
+        """
+        after = self._layout(self._blocks[number])
+        if before is None or buffer is None:
+            return not after.states
+        if not _is_same(before, after):
+            return False
+        for state in before.states:
+            slot = state.inside(buffer)
+            now = self._optimizer.state[state.parameter][state.key]
+            if now.data_ptr() != slot.data_ptr():  # an optimizer that makes new tensors
+                slot.copy_(now)
+        self._detach(before)
+        return True
+
+    @staticmethod
+    def _kernels(
+        block: StateBlock, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Inside, a block that is updated at home takes the fused kernels."""
+        is_fused = block.at_home and not _begins_momentum(optimizer, parameters)
+        return fused(optimizer) if is_fused else contextlib.nullcontext()
+
+    def _bring(self, number: int, residence: Residence | None) -> Tensor:
         """The bytes of a block, where the optimizer may write to them."""
         block = self._blocks[number]
         if block.at_home:
             block.home.check(number)
             return block.home.where(number)
+        assert residence is not None
         residence.need(number)
         return residence.pool.buffer(number)
 
@@ -210,6 +329,7 @@ class OffloadedStates:
 
     def expand(self) -> None:
         """Gives the optimizer its states as they lie at home, to be read."""
+        self.finish()
         self._settle()
         for number, layout in self._layouts.items():
             home = self._blocks[number].home
@@ -232,16 +352,22 @@ class OffloadedStates:
         """Parameters, block by block. When the next are asked for, the optimizer has the states of
         these from a checkpoint, and they go home.
         """
+        self.forget()
         self._settle()
         self._residence = None
         self._layouts.clear()
+        self._known.clear()
         for number, block in enumerate(self._blocks):
             yield block.parameters
             self._take_home(number, self._layout(block))
 
     def close(self) -> None:
-        """Waits for everything on its way."""
-        self._settle()
+        """Waits for everything on its way, and raises what went wrong."""
+        try:
+            if self._ahead is not None:
+                self._ahead.close()
+        finally:
+            self._settle()
 
     def _settle(self) -> None:
         if self._residence is not None:
@@ -315,6 +441,7 @@ def offloaded_states(
     """
     rank = job.ranks.rank
     maker = job.homes("states")
+    ahead = job.zero.ahead if job.zero is not None else None
     found = []
     for block in job.plan.blocks:
         if rank in block.ranks and block.states != "device":
@@ -322,7 +449,12 @@ def offloaded_states(
             on_host = all(each.device.type == "cpu" for each in parameters)
             # weights that are at home on the host of an accelerator are updated there
             at_home = on_host and (block.updated_on == "host" or job.ranks.device.is_accelerator)
-            found.append(StateBlock(tuple(parameters), maker.home(block.states), at_home))
+            state = StateBlock(tuple(parameters), maker.home(block.states), at_home)
+            if ahead is not None and job.zero is not None and at_home and block.may_wait:
+                number = job.zero.block_of[block.parameters[0]]
+                later = AheadBlock(number, block.parameters, job.zero.copy_behind)
+                state = replace(state, ahead=later)
+            found.append(state)
     if not found:
         return None
     if job.config.optimizer_state != "fp32":
@@ -331,4 +463,4 @@ def offloaded_states(
             'cannot both be set. Try: "optimizer_state": "fp32", or '
             '"offload": {"optimizer": "device"}'
         )
-    return OffloadedStates(optimizer, found, job.ranks.device)
+    return OffloadedStates(optimizer, found, job.ranks.device, ahead)

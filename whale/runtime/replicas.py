@@ -107,6 +107,11 @@ class ReplicaCheck:
         self._begin(0)
         self._finish()
 
+    def reads_after(self, step_count: int) -> bool:
+        """Whether `after_step` may read or write weights, the same on all ranks."""
+        is_due = bool(self._every) and step_count % self._every == 0
+        return self._pending is not None or (is_due and bool(self._holders))
+
     def after_step(self, step_count: int) -> None:
         """Looks at what was begun a step before, and begins after every so many steps."""
         self._finish()

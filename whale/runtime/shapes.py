@@ -85,7 +85,9 @@ class LoweredGraphs:
         )
         if own_blocks(job.plan, job.ranks.rank, job.weights):
             intervals = Intervals(job.ranks, self.transport)
-            job.zero = Zero(job.plan, job.weights, job.ranks, intervals, job.homes)
+            # where updates are not emulated they take their own time at the end of a step
+            is_ahead = job.plan.updates_ahead and job.platform.updates_during_step
+            job.zero = Zero(job.plan, job.weights, job.ranks, intervals, job.homes, is_ahead)
         self._activations = offloaded_activations(job)
         collectives = self.transport.collectives if self.transport is not None else None
         self._groups = StageGroups(
@@ -234,9 +236,10 @@ class LoweredGraphs:
         blocks: BlockWeights | None = None
         if job.zero is not None:
             weights = job.zero.computing
-            residence = job.zero.residence
-            if residence is not None:
-                blocks = BlockWeights(residence, job.zero.block_of, residence.pool.slot_of)
+            bringer = job.zero.bringer
+            if bringer is not None:
+                stays = job.zero.residence is None
+                blocks = BlockWeights(bringer, job.zero.block_of, job.zero.slot_of, stays)
         lowered = lower(
             job.plan, assign, prepared, weights, job.ranks, self._groups, is_planned, blocks
         )
@@ -296,6 +299,8 @@ class LoweredGraphs:
             )
             self._executors[key].unconnected = channels.pairs
             self._executors[key].activations = self._activations
+            if job.zero is not None:
+                self._executors[key].late = job.zero.late
         return self._executors[key]
 
     def _channels(self, lowered: Lowered, batch_size: int, is_training: bool) -> _Channels:

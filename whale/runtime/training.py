@@ -112,11 +112,13 @@ class Training:
         done = self.run(batch, self.step_count, updates_by_stage=True, outputs=outputs)
         totals = self.totals(done.outcome.loss, done)
         updating = now()
+        self.finish_ahead()  # blocks that this forward did not read
         update = self.updater.apply(
             self.held,
             totals,
             self.step_count,
             lambda: done.lowered.num_empty(done.given.tensors),
+            ahead=True,
         )
         result = self.end_step(done, totals, update, updating)
         return replace(result, outputs=self._outputs(done, totals)) if outputs else result
@@ -125,6 +127,15 @@ class Training:
         """Looks, on an accelerator, at what became of the last step, and raises what is wrong."""
         with self.at_failed_step():
             self.updater.settle()
+
+    def finish_ahead(self) -> None:
+        """Returns when no update runs any more and all weights are new on this rank, those that
+        other ranks update included; raises what went wrong with an update. All ranks call it
+        together.
+        """
+        self.updater.finish()
+        if self.job.zero is not None:
+            self.job.zero.bring_late()
 
     @contextlib.contextmanager
     def at_failed_step(self) -> Iterator[None]:
@@ -226,6 +237,8 @@ class Training:
         job.platform.end_step(done.outcome.events, (waiting, waited), self.updater.optimizer)
         end = job.ranks.device.event()
         self.step_count += 1
+        if self._replicas.reads_after(self.step_count):
+            self.finish_ahead()
         self._replicas.after_step(self.step_count)
         self.trained = frozenset(self.updater.trained)
         self.last_outcome = done.outcome
@@ -279,6 +292,7 @@ class Training:
     def take_new_shares(self) -> None:
         """Follows the plan that `"adapt": "on"` has made, if there is one."""
         if self.next_plan is not None:
+            self.finish_ahead()
             self.job.plan = self.next_plan
             self.shapes.follow(self.next_plan)
             self.adapting.followed()

@@ -224,6 +224,13 @@ class Updater:
         if elsewhere is not None:
             yield from elsewhere.loaded_in_portions()
 
+    def finish(self) -> None:
+        """Returns when updates of this rank that run under the next forward are over, and raises
+        what went wrong with one. No collective.
+        """
+        if self.offloaded is not None:
+            self.offloaded.finish()
+
     def close(self) -> None:
         """Waits for states on their way."""
         if self.offloaded is not None:
@@ -261,9 +268,10 @@ class Updater:
         step: int,
         num_empty: CountEmpty,
         is_scaled: bool = True,
+        ahead: bool = False,
     ) -> Update:
         """Steps the optimizer, unless this step is to be skipped. `is_scaled`: gradients still have
-        the loss scale in them.
+        the loss scale in them. `ahead`: what the plan updates under the next forward is only begun.
         """
         self.wait_for_copies()
         update = Update(self, step, totals)
@@ -286,31 +294,31 @@ class Updater:
                 factor *= min(1.0, self._config.clip_grad_norm / (norm + CLIP_EPSILON))
         start = time.perf_counter()
         if not update.is_left_out:
-            self._step(held, factor)
+            self._step(held, factor, ahead)
             self._schedule(totals)
         update.is_left_out = bool(update.is_left_out)
         update.rate = self.learning_rate
         update.seconds = time.perf_counter() - start
         return update
 
-    def _step(self, held: Sequence[HeldParameter], factor: float) -> None:
+    def _step(self, held: Sequence[HeldParameter], factor: float, ahead: bool) -> None:
         if factor != 1.0:
             scale_gradients(held, factor)
         if self.whole is not None:
             self.whole.collect(self.trained)
         norms = self.norms
         with norms.of_the_whole(self.trained) if norms is not None else nullcontext():
-            self._step_optimizer()
+            self._step_optimizer(ahead)
         if self.whole is not None:
             self.whole.scatter(self.trained)
 
-    def _step_optimizer(self) -> None:
+    def _step_optimizer(self, ahead: bool) -> None:
         if self._by_stage is not None:
             self._by_stage.finish()
         elif self.compressed is not None:
             self.compressed.step()
         elif self.offloaded is not None:
-            self.offloaded.step()
+            self.offloaded.step(ahead)
         elif self.optimizer is not None:
             self.optimizer.step()
 

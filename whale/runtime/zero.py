@@ -11,6 +11,10 @@ offload      of weights: the same, and the interval is memory of the host, or of
              the host of an accelerator: a copy of the interval there, which comes back after it
 grids        a block of a grid whose weights are at home elsewhere is one of this rank alone, as at
              level 3: its parts of the parameters
+
+Where the plan updates ahead, the optimizer still works while the next forward runs: a block of level
+3 is fetched when its own part is new, and a whole block of levels 1 and 2 is copied and gathered when
+the forward first needs it (`runtime/updates_ahead.py`).
 """
 
 from __future__ import annotations
@@ -22,14 +26,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from whale.devices import HostCopy
+from whale.devices import HostCopy, Moment
 from whale.distributed.intervals import Intervals, Transfer
 from whale.distributed.ranks import Ranks
+from whale.lowering.blocks import Bringer
 from whale.plans.blocks import WEIGHTS_TOO, Block, slots_of
 from whale.plans.plan import Plan
 from whale.plans.shards import Shards
 from whale.runtime.homes import HomeMaker, HostHome, tensor_in
 from whale.runtime.residence import Pool, Residence
+from whale.runtime.updates_ahead import LateBlocks, UpdatesAhead
 
 Weights = dict[str, Tensor]
 
@@ -44,9 +50,11 @@ class Zero:
         ranks: Ranks,
         intervals: Intervals,
         homes: Callable[[str], HomeMaker],
+        is_ahead: bool = False,
     ) -> None:
         """`weights`: this rank's tensors, whole or at level 3 its rows; they are moved into flat
-        buffers and stay the same objects. `homes`: of a class that lives elsewhere.
+        buffers and stay the same objects. `homes`: of a class that lives elsewhere. `is_ahead`:
+        updates on the host may run under the next forward.
         """
         self.blocks = own_blocks(plan, ranks.rank, weights)
         is_at_home = any(block.weights != "device" for block in self.blocks)
@@ -75,6 +83,14 @@ class Zero:
         """level 1, 2: of each block the whole weights"""
         self._on_host: dict[int, Tensor] = {}
         """by block: this rank's interval on the host of an accelerator, where it is updated"""
+        self.ahead = UpdatesAhead(ranks.rank) if is_ahead else None
+        """runs updates under the next forward; None: there are none"""
+        self.late: LateBlocks | None = None
+        """level 1, 2: brings whole weights that are new"""
+        if is_ahead and self.level != WEIGHTS_TOO:
+            self.late = LateBlocks(self._bring_whole)
+        self._copied: dict[int, Moment] = {}
+        """by block: when its new weights are on the device, where they were copied ahead"""
         if self.level == WEIGHTS_TOO:
             self._home_on_peers(weights)
         else:
@@ -93,6 +109,10 @@ class Zero:
         if self.residence is not None:
             self.residence.forget()
             return
+        if self.late is not None:
+            trained = (n for n, block in enumerate(self.blocks) if self.is_trained(block))
+            self.late.expect(trained)
+            return
         with torch.no_grad():
             for number, part in self._on_host.items():
                 self._own(number).copy_(part, non_blocking=True)
@@ -103,6 +123,66 @@ class Zero:
             ]
             for transfer in transfers:
                 transfer.wait()
+
+    # ---- updates under the next forward
+
+    @property
+    def bringer(self) -> Bringer | None:
+        """What brings blocks in front of their readers; None: all are always here."""
+        return self.residence if self.residence is not None else self.late
+
+    @property
+    def slot_of(self) -> tuple[int, ...]:
+        """The buffer of each block: whole weights have one each."""
+        if self.residence is not None:
+            return self.residence.pool.slot_of
+        return tuple(range(len(self.blocks)))
+
+    def copy_behind(self, number: int) -> Callable[[], None] | None:
+        """What takes a block, when it is updated on the host of an accelerator, to the device,
+        behind all that is launched so far; None: it is where it is used. Called in a thread.
+        """
+        part = self._on_host.get(number)
+        if part is None or self.late is None:
+            return None
+        device = self.ranks.device
+        own = self._own(number)
+        now = device.event()
+
+        def copy() -> None:
+            device.select()
+            self._copied[number] = device.copy_beside([(part, own)], "incoming", [now])
+
+        return copy
+
+    def _bring_whole(self, number: int) -> None:
+        """The new weights of a block come here: those of this rank, then those of the others."""
+        assert self.ahead is not None
+        self.ahead.wait(number)
+        block = self.blocks[number]
+        with torch.no_grad():
+            moment = self._copied.pop(number, None)
+            if moment is not None:
+                self.ranks.device.follow(moment)
+            elif number in self._on_host:  # updated before the step was over, or left out
+                self._own(number).copy_(self._on_host[number], non_blocking=True)
+            buffer = self._buffers[number]
+            self.intervals.begin_gather(buffer, block.ends, block.ranks).wait()
+
+    def bring_late(self) -> None:
+        """Returns when all weights are new here. All ranks call it together."""
+        if self.late is not None:
+            self.late.bring_all()
+
+    def forget_late(self) -> None:
+        """All weights are replaced: what is on its way no longer counts."""
+        if self.ahead is not None:
+            self.ahead.forget()
+        for moment in self._copied.values():
+            self.ranks.device.follow(moment)
+        self._copied.clear()
+        if self.late is not None:
+            self.late.forget()
 
     def loaded(self) -> None:
         """Weights came from a file: at level 3 those in the slots are old, and so are copies on
@@ -201,7 +281,7 @@ class Zero:
             None if block.weights == "device" else self._homes.home(block.weights)
             for block in self.blocks
         ]
-        home = _Peers(self.blocks, parts, elsewhere, self.ranks.rank, self.intervals)
+        home = _Peers(self.blocks, parts, elsewhere, self.ranks.rank, self.intervals, self.ahead)
         self.residence = Residence(pool, home)
         for number, block in enumerate(self.blocks):
             for (name, (start, stop)), shape in zip(
@@ -222,15 +302,21 @@ class _Peers:
         elsewhere: list[HostHome | None],
         rank: int,
         intervals: Intervals,
+        ahead: UpdatesAhead | None = None,
     ) -> None:
-        """Takes this rank's interval of each block, and its home where that is not the device."""
+        """Takes this rank's interval of each block, and its home where that is not the device.
+        `ahead`: updates intervals under the forward.
+        """
         self._blocks = blocks
         self._parts = parts
         self._elsewhere = elsewhere
         self._rank = rank
         self._intervals = intervals
+        self._ahead = ahead
 
     def begin_fetch(self, block: int, buffer: Tensor) -> Transfer:
+        if self._ahead is not None:
+            self._ahead.wait(block)
         planned = self._blocks[block]
         start, stop = planned.interval(self._rank)
         home = self._elsewhere[block]

@@ -5,7 +5,9 @@ A rank does its actions in their order. A compute action takes the time that the
 this device for its own samples. A send is issued at once and takes its link while the rank
 continues; a receive waits until all its pieces are there. A stage that is closed (SYNCHRONISE) lets
 its gradients be all-reduced under way; when all of a rank's are there it waits for the others (the
-step's loss and gradient norm are reduced over all ranks) and updates its weights.
+step's loss and gradient norm are reduced over all ranks) and updates its weights. Updates on hosts
+that run under the next forward are those of the step before: all steps are alike, and the first
+forward of a stage waits for them.
 
 Events are taken in the order of time because messages and all-reduces share links and network
 cards, first come, first served. Where nothing is shared but the devices, `scheduling.simulate`
@@ -134,6 +136,8 @@ class _Rank:
         """of transfers from and to the memories of its host, one after the other"""
         self.exposed_s = 0.0
         """by which its forwards and backwards are longer for them"""
+        self.begun: set[int] = set()
+        """stages whose first forward has begun, where it waits for updates"""
 
     def is_last(self, action: Action) -> bool:
         """Whether no other backward of its stage comes in this step."""
@@ -180,6 +184,9 @@ class _Simulation:
         """by group: end of the all-reduces that it began"""
         self.reduced_at: dict[int, float] = {}
         """by rank: end of its last all-reduce"""
+        # a host that computes the forward itself (CPU ranks) has nothing to gain
+        self.is_ahead = self.plan.updates_ahead and self.figures.overlaps
+        """updates on hosts run under the next forward"""
 
     def run(self) -> Timeline:
         self._run()
@@ -240,6 +247,12 @@ class _Simulation:
         samples = state.samples[action.micro_batch]
         state.waits_since = now  # until its own end
         took_s = state.times.seconds(action, state.rank, samples)
+        if self.is_ahead and action.kind is Kind.FORWARD and action.stage not in state.begun:
+            state.begun.add(action.stage)
+            waited_s = self._wait_for_update_s(state, action.stage, now, self.factor * took_s)
+            if self.is_recorded and waited_s > 0:
+                state.events.append(Event(UPDATE, now, now + waited_s))
+            now = state.waits_since = now + waited_s
         transfers = state.times.transfers(action, state.rank) if samples else None
         if transfers is not None:
             alone_s = state.times.alone_seconds(action, state.rank, samples)
@@ -363,6 +376,7 @@ class _Simulation:
                     away=state.account.away,
                     moved_s=state.moved_s,
                     exposed_s=state.exposed_s,
+                    ahead_s=self._ahead_s(state),
                 )
             )
         step_s = all_there + max(update_s)
@@ -373,4 +387,29 @@ class _Simulation:
     def _update_elsewhere_s(self, state: _Rank) -> float:
         """Seconds of the update of what has its optimizer state elsewhere."""
         away = state.account.away
-        return 0.0 if away is None else away.update.seconds(self.figures.overlaps)
+        if away is None:
+            return 0.0
+        seconds = away.update.seconds(self.figures.overlaps)
+        # what is left of it when the rest runs under the next forward, of which this step has one
+        return max(0.0, seconds - away.ahead_s) if self.is_ahead else seconds
+
+    def _ahead_s(self, state: _Rank) -> float:
+        """Seconds of updates of a rank that the step hides."""
+        away = state.account.away
+        if not self.is_ahead or away is None:
+            return 0.0
+        waited_s = sum(event.seconds for event in state.events[:-1] if event.name == UPDATE)
+        return max(0.0, self.factor * away.ahead_s - waited_s)
+
+    def _wait_for_update_s(self, state: _Rank, stage: int, now: float, seconds: float) -> float:
+        """How long the first forward of a stage waits for weights that are still updated when the
+        step begins: all steps are alike, so the updates are those of the step before.
+        """
+        away = state.account.away
+        if away is None or not away.ahead or stage not in away.stages:
+            return 0.0
+        place = away.stages.index(stage)
+        before_s = self.factor * sum(each.seconds for each in away.ahead[:place])
+        own = away.ahead[place]
+        own = own._replace(seconds=self.factor * own.seconds)
+        return max(0.0, own.end_s(now, seconds, before_s) - now - seconds)

@@ -75,6 +75,10 @@ class DeviceTimeline:
     """seconds by which its forwards and backwards are longer for these transfers: the rest is hidden
     under compute
     """
+    ahead_s: float = 0.0
+    """seconds of its updates on the host that run under the next forward, as far as that does not
+    wait for them (which is an update, too)
+    """
 
     @cached_property
     def compute_s(self) -> float:
