@@ -5,6 +5,7 @@ torch.nn, a mask as an index.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,17 @@ def no_optimizer_made() -> None:
     )
 
 
+def parameters_of_the_model() -> None:
+    """The function does not look at what it is given."""
+    model = nn.Linear(WIDTH, NUM_CLASSES)
+    wh.parallelize(
+        model,
+        x_and_y(),
+        loss=lambda output, batch: F.cross_entropy(output, batch[1]),
+        optimizer=lambda _: sgd(deepcopy(model).parameters()),
+    )
+
+
 def same_memory() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     model[1].weight.data = model[0].weight.data
@@ -202,6 +214,10 @@ MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
         r"scheduler= is a StepLR that is already made.*lambda optimizer",
     ),
     "no optimizer made": (no_optimizer_made, r"the function given as optimizer= returned NoneType"),
+    "parameters from elsewhere": (
+        parameters_of_the_model,
+        r"a SGD with a parameter of shape \[4, 6\] that it was not given.*Try: pass on what",
+    ),
     "loss of torch.nn": (
         lambda: of_pair(nn.CrossEntropyLoss()),
         r"(?s)the loss raised TypeError.*loss=lambda output, batch",
