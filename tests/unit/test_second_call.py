@@ -317,6 +317,33 @@ def test_a_memory_of_a_model_without_weights_is_refused() -> None:
         wh.parallelize(InAttribute, rows(4, WIDTH), optimizer=sgd)
 
 
+class Centred(nn.Module):
+    """A loss that follows the mean of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(WIDTH, dtype=DOUBLE))
+
+    def forward(self, output: Tensor, x: Tensor) -> Tensor:
+        value = (output - self.centre).square().mean()
+        self.centre = 0.9 * self.centre + 0.1 * output.detach().mean(0)
+        return value
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_memory_of_the_loss_is_refused(config: str) -> None:
+    wh.init(wh.Config(CONFIGS[config]))
+    centred = Centred()
+    with pytest.raises(ValueError, match="in Python `the loss`"):
+        wh.parallelize(
+            nn.Linear(WIDTH, WIDTH, dtype=DOUBLE),
+            rows(4, WIDTH),
+            optimizer=sgd,
+            loss=lambda output, x: centred(output, x),
+        )
+    assert torch.equal(centred.centre, torch.zeros(WIDTH, dtype=DOUBLE))
+
+
 # --- what stays allowed
 
 

@@ -226,7 +226,9 @@ class _Attributes:
     set its attributes meanwhile.
     """
 
-    def __init__(self, prefix: str, owner: Any, slots: Mapping[str, Any], outside: bool = False):
+    def __init__(
+        self, prefix: str, owner: Any, slots: Mapping[str, Any], outside: bool = False
+    ) -> None:
         self._prefix = prefix
         self._owner = owner
         self._slots = slots
@@ -357,7 +359,7 @@ def _places_in(name: str, value: Any, seen: set[int]) -> Iterator[_Place]:
         if id(each) in seen or each is _MISSING or isinstance(each, (*_PLAIN, *_OPAQUE)):
             continue
         seen.add(id(each))
-        inside: list[Any] = []
+        inside: Iterable[Any] = ()
         if isinstance(each, nn.Module):
             yield from _places_of_module(name, each, seen)
         elif isinstance(each, MethodType):
@@ -368,14 +370,19 @@ def _places_in(name: str, value: Any, seen: set[int]) -> Iterator[_Place]:
         elif isinstance(each, _CONTAINERS):
             if not isinstance(each, tuple):
                 yield _Held(name, each, is_outside=False)
-            inside = list(each.values() if isinstance(each, dict) else each)
+            inside = each.values() if isinstance(each, dict) else each
         else:
             if slots := _slots_of(each):
                 yield _Attributes(name, each, slots)
-                inside += [_read(slot, each) for slot in slots.values()]
-            inside.append(getattr(each, "__dict__", None))
+            inside = [_read(slot, each) for slot in slots.values()]
+            names = getattr(each, "__dict__", None)
+            if isinstance(names, dict) and id(names) not in seen:
+                seen.add(id(names))
+                yield _Held(name, names, is_outside=False)
+                inside = [*inside, *names.values()]
         if left > 1:
-            waiting += [(item, left - 1) for item in inside]
+            # a script may hold millions of numbers in a list
+            waiting += [(item, left - 1) for item in inside if type(item) not in _PLAIN]
 
 
 def _places_outside(name: str, value: Any, seen: set[int]) -> Iterator[_Place]:
@@ -391,7 +398,7 @@ def _places_outside(name: str, value: Any, seen: set[int]) -> Iterator[_Place]:
         if id(each) in seen or kind in _PLAIN or issubclass(kind, _OPAQUE):
             continue
         seen.add(id(each))
-        inside: list[Any] = []
+        inside: Iterable[Any] = ()
         if kind is _LRU_CACHE:
             yield _Cache(name, each)
         elif issubclass(kind, nn.Module):
@@ -402,15 +409,16 @@ def _places_outside(name: str, value: Any, seen: set[int]) -> Iterator[_Place]:
             inside = _held_by(each)
             if _is_own((each.__module__ or "").partition(".")[0]):
                 yield from _cells(name, each)
-                inside.append(vars(each))
+                inside = [*inside, vars(each)]
         elif kind in _PLAIN_CONTAINERS:
             if kind is not tuple:
                 yield _Held(name, each, is_outside=True)
-            inside = list(each.values() if isinstance(each, dict) else each)
+            inside = each.values() if isinstance(each, dict) else each
         elif _is_own(kind.__module__.partition(".")[0]):
             yield _Attributes(name, each, _slots_of(each), outside=True)
         if left > 1:
-            waiting += [(item, left - 1) for item in inside]
+            # a script may hold millions of numbers in a list
+            waiting += [(item, left - 1) for item in inside if type(item) not in _PLAIN]
 
 
 def _places_of_module(name: str, module: nn.Module, seen: set[int]) -> Iterator[_Place]:

@@ -15,6 +15,7 @@ steps on a matrix and on its two halves.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -207,8 +208,9 @@ def looks_at_others(make: MakeOptimizer, names: Sequence[str]) -> str | None:
     tried = names[::step]
     try:
         with torch.random.fork_rng(devices=[]):
+            together = _Trial(make, tried)
             for part in _parts(tried):
-                other = _other_beside(make, tried, part)
+                other = _other_beside(together, _Trial(make, part))
                 if other is not None:
                     return other
     except Exception:  # whatever it needs that is not here: it was asked out of curiosity only
@@ -225,24 +227,21 @@ def _parts(names: Sequence[str]) -> list[list[str]]:
     return [list(names[:half]), list(names[half:]), thirds]
 
 
-def _other_beside(make: MakeOptimizer, names: Sequence[str], part: Sequence[str]) -> str | None:
+def _other_beside(whole: _Trial, part: _Trial) -> str | None:
     """How an optimizer of some parameters differs from one of all, in what it does to these."""
-    all_of_them = _Trial(make, names)
-    some = _Trial(make, part)
-    kind = type(all_of_them.optimizer).__name__
-    for name in part:
-        if all_of_them.settings(name) != some.settings(name):
+    kind = type(whole.optimizer).__name__
+    for name in part.names:
+        if whole.settings(name) != part.settings(name):
             return (
                 f"{kind} looks at other parameters when it is made ({name} has other settings "
                 "without those, say: groups by place instead of by name)"
             )
-    if all_of_them.is_by_parameter and some.is_by_parameter:
+    if whole.is_by_parameter and part.is_by_parameter:
         return None
-    together = all_of_them.trained()
-    alone = some.trained()
-    for name in part:
-        if not torch.allclose(together[name], alone[name], rtol=CLOSE, atol=CLOSE, equal_nan=True):
-            others = [each for each in names if each not in part]
+    for name in part.names:
+        together = whole.trained[name]
+        if not torch.allclose(together, part.trained[name], CLOSE, CLOSE, equal_nan=True):
+            others = [each for each in whole.names if each not in part.names]
             return (
                 f"{kind} looks at other parameters when it updates one ({name} beside "
                 f"{others[0]}, say)"
@@ -254,10 +253,10 @@ class _Trial:
     """An optimizer of small matrices under names of the model's parameters."""
 
     def __init__(self, make: MakeOptimizer, names: Sequence[str]) -> None:
-        self._parameters = {}
-        for name in names:
-            start = torch.randn(SHAPE, generator=_drawn_for(name), dtype=torch.float64)
-            self._parameters[name] = torch.nn.Parameter(start)
+        self.names = names
+        self._parameters = {
+            name: torch.nn.Parameter(torch.zeros(SHAPE, dtype=torch.float64)) for name in names
+        }
         self.optimizer: torch.optim.Optimizer | None = None
         try:
             self.optimizer = make_optimizer(make, self._parameters.items())
@@ -282,22 +281,26 @@ class _Trial:
                 return plain
         return None
 
+    @functools.cached_property
     def trained(self) -> dict[str, torch.Tensor]:
         """Values of the parameters after steps with large and small gradients: what clips does so
         from some norm on.
         """
-        if self.optimizer is not None:
-            for scale in GRADIENT_SCALES:
-                for name, parameter in self._parameters.items():
-                    parameter.grad = torch.randn(
-                        SHAPE, generator=_drawn_for(name), dtype=torch.float64
-                    ).mul_(scale)
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(_drawn_for(name))
+        for scale in GRADIENT_SCALES:
+            for name, parameter in self._parameters.items():
+                parameter.grad = _drawn_for(f"gradient of {name}").mul_(scale)
+            if self.optimizer is not None:
                 self.optimizer.step()
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
 
-def _drawn_for(name: str) -> torch.Generator:
-    return torch.Generator().manual_seed(crc32(name.encode()))
+def _drawn_for(name: str) -> torch.Tensor:
+    """Random numbers that are the same in every trial."""
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    return torch.randn(SHAPE, generator=generator, dtype=torch.float64)
 
 
 def _is_plain(value: Any) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,21 +19,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from whale.checkpoint import CheckpointError, export_safetensors
-from whale.compat import num_writes, tensor_stores
+from whale.compat import tensor_stores
 from whale.distributed.ranks import Ranks
 from whale.dtypes import as_moved, in_memory
 from whale.lowering.weights import named_tensors
 from whale.runtime.job import Job
 from whale.runtime.state import gather_tensors
+from whale.runtime.untouched import USE_ENGINE
 
 REFUSALS = "_whale_refusals"
 """attribute of a model whose use is refused: handles of the hooks that do it"""
 SINGLE_FILE = "model.safetensors"
-USE_ENGINE = (
-    "after wh.parallelize this model is only a description: its weights are spread over the ranks. "
-    "Try: engine.step and engine.evaluate to run it, engine.module() for a whole local model "
-    "(generate, state_dict, to), engine.save_pretrained(folder) to save it"
-)
 
 
 class SpreadModelError(RuntimeError):
@@ -66,33 +61,6 @@ def refuse_use(model: torch.nn.Module) -> None:
     ]
     model.__dict__["_apply"] = refuse  # `.to`, `.half` and so on
     model.__dict__[REFUSALS] = handles
-
-
-class Untouched:
-    """Notices a script that freezes parameters of the model between steps, or writes to those that
-    are on `meta`: no rank would do either.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._seen = []
-        for name, parameter in model.named_parameters():
-            writes = num_writes(parameter) if parameter.is_meta else None
-            self._seen.append((name, weakref.ref(parameter), parameter.requires_grad, writes))
-
-    def check(self) -> None:
-        for name, reference, is_trained, writes in self._seen:
-            parameter = reference()
-            if parameter is None:
-                continue
-            if parameter.requires_grad is not is_trained:
-                raise ValueError(
-                    f"requires_grad of {name} was set to {parameter.requires_grad} after "
-                    "wh.parallelize, which has planned who trains what. Try: set it before, and "
-                    "call wh.parallelize again where it changes (engine.module() has the weights "
-                    "so far), or a group of its own in the optimizer with lr 0 for some steps"
-                )
-            if writes is not None and num_writes(parameter) != writes:
-                raise ValueError(f"{name} was written to, but {USE_ENGINE}")
 
 
 def _allow_use(model: torch.nn.Module) -> None:

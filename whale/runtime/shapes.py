@@ -43,8 +43,8 @@ from whale.runtime.captures import (
 )
 from whale.runtime.executor import Executor
 from whale.runtime.job import Job
-from whale.runtime.local_model import Untouched
 from whale.runtime.longest import Longest
+from whale.runtime.untouched import Untouched
 from whale.runtime.zero import Zero, own_blocks
 from whale.scheduling.queues import QueuedTransfer, safe_window
 
