@@ -199,6 +199,15 @@ def counted_gradients() -> None:
     )
 
 
+CENTRE = torch.zeros(NUM_CLASSES)
+
+
+def centred_loss(output: Tensor) -> Tensor:
+    value = (output - CENTRE).square().mean()
+    CENTRE.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+    return value
+
+
 def not_a_model() -> None:
     model: Any = "gpt2"
     wh.parallelize(model, x_and_y(), optimizer=sgd)
@@ -260,6 +269,19 @@ MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
     "scale_grad_by_freq": (
         counted_gradients,
         r"`scale_grad_by_freq` divides gradients by how often a token stands",
+    ),
+    "scripted": (
+        lambda: (
+            wh.parallelize(
+                torch.jit.script(nn.Linear(WIDTH, NUM_CLASSES)), x_and_y()[0], optimizer=sgd
+            )
+            and None
+        ),
+        r"a module of torch\.jit, which cannot be captured\. Try: give the Python module",
+    ),
+    "a write to a tensor of the loss": (
+        lambda: of_pair(lambda output, batch: centred_loss(output)),
+        r"writes to a tensor that is no buffer of the model.*Try: make it a buffer of the model",
     ),
     "no model": (not_a_model, r"the model is a str: give a torch.nn.Module"),
 }

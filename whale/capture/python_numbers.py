@@ -63,7 +63,8 @@ class PythonNumbers:
 
     def __init__(self, model: nn.Module, loss: Any = None) -> None:
         self._model = model
-        self._modes = [vars(module) for module in model.modules()]
+        # one that stands for another (`torch.compile`) has no mode of its own
+        self._modes = [vars(module) for module in model.modules() if _MODE in vars(module)]
         self._last_modes = self._modes_in_training()
         places: dict[tuple[int, str], _Place] = {}
         for place in (*_of_model(model), *_of_loss(loss)):
@@ -99,6 +100,11 @@ class PythonNumbers:
         if before != after:
             return "a module is in another mode (train or eval)"
         return None
+
+    def is_tensor_changed(self, before: Numbers, after: Numbers) -> bool:
+        """Whether a tensor was written to: graphs may hold its very memory, and look alike then."""
+        pairs = zip(self._places, before, after, strict=False)
+        return any(isinstance(new, tuple) and old != new for _, old, new in pairs)
 
     def leave_out(self, before: Numbers, after: Numbers) -> Callable[[Numbers], Numbers]:
         """Looks no more at the numbers that changed: no operation depends on them. Gives what makes

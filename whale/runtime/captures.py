@@ -137,6 +137,11 @@ class Captures:
             return None
         return self._python.difference(family.python, now)
 
+    def is_tensor_changed(self, family: Family) -> bool:
+        """Whether a tensor beside the model was written to since this graph was captured."""
+        now = self._python.now(self._in_training)
+        return self._python.is_tensor_changed(family.python, now)
+
     def look_no_more_at_others(self, family: Family) -> None:
         """Forgets the numbers that are others now than when this graph was captured."""
         shortened = self._python.leave_out(family.python, self._python.now(self._in_training))

@@ -157,8 +157,13 @@ class LoweredGraphs:
         if other is None and says_why:
             logger.info("capturing the model again: %s", what_changed(layout, self._job.sample))
         changed = captures.other_numbers(other) if other is not None else None
+        is_tensor = other is not None and captures.is_tensor_changed(other)
         family = captures.capture(layout, self._training.names(), capture)
-        if other is not None and computes_the_same(other.prepared, family.prepared):
+        if (
+            other is not None
+            and not is_tensor
+            and computes_the_same(other.prepared, family.prepared)
+        ):
             self._job.warn_once(
                 f"{changed}, which did not change the captured graph: from now on Whale takes it "
                 "for a number that nothing depends on. Try: give it in the batch, as a tensor of "
