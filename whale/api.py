@@ -299,6 +299,11 @@ def _chosen_plan(
 
 def _built(model: Model) -> torch.nn.Module:
     if isinstance(model, torch.nn.Module):
+        if any(isinstance(each, torch.jit.ScriptModule) for each in model.modules()):
+            raise ValueError(
+                "the model is, or has, a module of torch.jit, which cannot be captured. Try: give "
+                "the Python module that was scripted or traced"
+            )
         return model
     if not callable(model):
         raise ValueError(

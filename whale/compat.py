@@ -50,6 +50,7 @@ __all__ = [
     "is_fake",
     "is_function_transform",
     "neg_view",
+    "num_writes",
     "patched",
     "patched_item",
     "pytree",
@@ -251,6 +252,11 @@ def has_step_hooks(optimizer: torch.optim.Optimizer | None) -> bool:
     return any(own) or bool(
         torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
     )
+
+
+def num_writes(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to in place. In public autograd only says so in its errors."""
+    return int(tensor._version)
 
 
 def abort_process_groups() -> None:

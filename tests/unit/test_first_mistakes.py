@@ -5,6 +5,7 @@ torch.nn, a mask as an index.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,17 @@ def no_optimizer_made() -> None:
     )
 
 
+def parameters_of_the_model() -> None:
+    """The function does not look at what it is given."""
+    model = nn.Linear(WIDTH, NUM_CLASSES)
+    wh.parallelize(
+        model,
+        x_and_y(),
+        loss=lambda output, batch: F.cross_entropy(output, batch[1]),
+        optimizer=lambda _: sgd(deepcopy(model).parameters()),
+    )
+
+
 def same_memory() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     model[1].weight.data = model[0].weight.data
@@ -187,6 +199,15 @@ def counted_gradients() -> None:
     )
 
 
+CENTRE = torch.zeros(NUM_CLASSES)
+
+
+def centred_loss(output: Tensor) -> Tensor:
+    value = (output - CENTRE).square().mean()
+    CENTRE.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+    return value
+
+
 def not_a_model() -> None:
     model: Any = "gpt2"
     wh.parallelize(model, x_and_y(), optimizer=sgd)
@@ -202,6 +223,10 @@ MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
         r"scheduler= is a StepLR that is already made.*lambda optimizer",
     ),
     "no optimizer made": (no_optimizer_made, r"the function given as optimizer= returned NoneType"),
+    "parameters from elsewhere": (
+        parameters_of_the_model,
+        r"a SGD with a parameter of shape \[4, 6\] that it was not given.*Try: pass on what",
+    ),
     "loss of torch.nn": (
         lambda: of_pair(nn.CrossEntropyLoss()),
         r"(?s)the loss raised TypeError.*loss=lambda output, batch",
@@ -244,6 +269,19 @@ MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
     "scale_grad_by_freq": (
         counted_gradients,
         r"`scale_grad_by_freq` divides gradients by how often a token stands",
+    ),
+    "scripted": (
+        lambda: (
+            wh.parallelize(
+                torch.jit.script(nn.Linear(WIDTH, NUM_CLASSES)), x_and_y()[0], optimizer=sgd
+            )
+            and None
+        ),
+        r"a module of torch\.jit, which cannot be captured\. Try: give the Python module",
+    ),
+    "a write to a tensor of the loss": (
+        lambda: of_pair(lambda output, batch: centred_loss(output)),
+        r"writes to a tensor that is no buffer of the model.*Try: make it a buffer of the model",
     ),
     "no model": (not_a_model, r"the model is a str: give a torch.nn.Module"),
 }

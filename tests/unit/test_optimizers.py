@@ -11,9 +11,12 @@ import whale as wh
 from tests.integration.layers import build, make_batch
 from whale import api
 from whale.capture.batch import read_batch
+from whale.capture.graph import StateTensor
 from whale.cluster.cluster import Cluster
-from whale.costs.optimizers import note_on_parts, works_by_element
+from whale.costs.optimizer_factory import make_optimizer
+from whale.costs.optimizers import looks_at_others, note_on_parts, works_by_element
 from whale.model_planner import ModelPlanner
+from whale.runtime.optimizer_groups import check_groups, settings_of_whole
 
 OPTIM = torch.optim
 
@@ -90,6 +93,116 @@ def test_stages_are_refused_where_no_rank_sees_all_parameters() -> None:
     with pytest.raises(ValueError, match=r"Together looks at other parameters.*no rank holds them"):
         plan_with(Together, 2, num_task_graph=2)
     plan_with(OPTIM.AdamW, 2, num_task_graph=2)  # the same stages are fine for others
+
+
+class ByGroup(torch.optim.Optimizer):
+    """The same for each group by itself."""
+
+    def __init__(self, groups) -> None:
+        super().__init__(groups, {})
+
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            norm = torch.stack([each.grad.norm() for each in group["params"]]).norm()
+            for parameter in group["params"]:
+                parameter.data -= 0.1 * parameter.grad / norm
+
+
+def weights_and_biases(pairs) -> torch.optim.Optimizer:
+    named = list(pairs)
+    biases = [pair for pair in named if pair[0].endswith("bias")]
+    weights = [pair for pair in named if not pair[0].endswith("bias")]
+    return ByGroup([{"params": each} for each in (weights, biases) if each])
+
+
+def clipped_by_a_hook(pairs) -> torch.optim.Optimizer:
+    """Clips by a norm that small gradients do not reach."""
+    named = list(pairs)
+    made = OPTIM.SGD(named, lr=0.1)
+    parameters = [parameter for _, parameter in named]
+
+    def clip(*_) -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 100.0)
+
+    made.register_step_pre_hook(clip)
+    return made
+
+
+def groups_by_place(pairs) -> torch.optim.Optimizer:
+    named = list(pairs)
+    return OPTIM.SGD([{"params": named[:1], "lr": 0.1}, {"params": named[1:], "lr": 0.01}])
+
+
+@pytest.mark.parametrize("make", [weights_and_biases, clipped_by_a_hook, groups_by_place])
+def test_what_depends_on_other_parameters_is_found(make) -> None:
+    """The first and the last parameter of the model alone did not show any of these."""
+    names = [f"{layer}.{kind}" for layer in range(3) for kind in ("weight", "bias")]
+    found = looks_at_others(make, names)
+    assert found is not None and "looks at other parameters" in found
+    with pytest.raises(ValueError, match="looks at other parameters"):
+        plan_with(make, 2, num_task_graph=2)
+
+
+def decay_by_name(pairs) -> torch.optim.Optimizer:
+    named = list(pairs)
+    biases = [pair for pair in named if pair[0].endswith("bias")]
+    weights = [pair for pair in named if not pair[0].endswith("bias")]
+    return OPTIM.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": biases}], lr=0.1)
+
+
+@pytest.mark.parametrize("make", [decay_by_name, OPTIM.Muon, OPTIM.Adafactor, OPTIM.Rprop])
+def test_what_treats_every_parameter_by_itself_is_not_accused(make) -> None:
+    names = [f"{layer}.{kind}" for layer in range(3) for kind in ("weight", "bias")]
+    assert looks_at_others(make, names) is None
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_group_that_is_empty_on_a_rank(name: str) -> None:
+    """torch refused it beside a group with names, and such optimizers counted as ones that look at
+    whole parameters.
+    """
+    made = make_optimizer(decay_by_name, named_parameters(**{name: (4, 4)}))
+    assert sorted(len(group["params"]) for group in made.param_groups) == [0, 1]
+    assert works_by_element(decay_by_name, name) is True
+
+
+def named_parameters(**shapes: tuple[int, ...]) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, torch.nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
+
+
+def groups_by_size(pairs) -> torch.optim.Optimizer:
+    named = list(pairs)
+    large = [pair for pair in named if pair[1].numel() > 10]
+    small = [pair for pair in named if pair[1].numel() <= 10]
+    return OPTIM.SGD([{"params": large, "lr": 0.1}, {"params": small, "lr": 0.01}])
+
+
+def of_all(**shapes: tuple[int, ...]) -> list[StateTensor]:
+    return [StateTensor(n, "parameter", shape, torch.float32, True) for n, shape in shapes.items()]
+
+
+def test_groups_that_are_others_for_the_part_of_a_rank_are_refused() -> None:
+    whole = of_all(first=(4, 4), last=(4, 4))
+    rows = named_parameters(first=(4, 4), last=(2, 4))
+    for make in (groups_by_size, groups_by_place):
+        own = rows[1:]
+        of_whole = settings_of_whole(make, own, whole)
+        with pytest.raises(ValueError, match=r"treats last in another way.*lr 0\.\d+ instead of"):
+            check_groups(make_optimizer(make, own), own, of_whole)
+    for make in (decay_by_name, OPTIM.AdamW):
+        check_groups(make_optimizer(make, rows), rows, settings_of_whole(make, rows, whole))
+    given_all = named_parameters(first=(4, 4), last=(4, 4))
+    assert settings_of_whole(groups_by_size, given_all, whole) is None
+
+
+def test_parameters_that_the_function_leaves_out_on_some_ranks_are_refused() -> None:
+    def first_only(pairs) -> torch.optim.Optimizer:
+        return OPTIM.SGD(list(pairs)[:1], lr=0.1)
+
+    own = named_parameters(last=(4, 4))
+    of_whole = settings_of_whole(first_only, own, of_all(first=(4, 4), last=(4, 4)))
+    with pytest.raises(ValueError, match=r"last in another way.*trained instead of left out"):
+        check_groups(first_only(iter(own)), own, of_whole)
 
 
 def test_data_parallel_is_chosen_where_every_rank_must_see_all_parameters() -> None:

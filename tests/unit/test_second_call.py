@@ -170,6 +170,100 @@ class InClosure(Scaled):
         return in_closure(x)
 
 
+def rebinding() -> Callable[[Tensor], Tensor]:
+    kept: Tensor | None = None
+
+    def first(x: Tensor) -> Tensor:
+        nonlocal kept
+        if kept is None:
+            kept = largest(x)
+        return kept
+
+    return first
+
+
+in_variable = rebinding()
+
+
+class InVariable(Scaled):
+    def scale(self, x: Tensor) -> Tensor:
+        return in_variable(x)
+
+
+class InOwnClosure(Scaled):
+    """The function is the model's: no module of Python has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = rebinding()
+
+    def scale(self, x: Tensor) -> Tensor:
+        return self.first(x)
+
+
+class InSlot(Scaled):
+    """Beside the dict of the module."""
+
+    __slots__ = ("slot",)
+
+    def scale(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "slot"):
+            self.slot = largest(x)
+        return self.slot
+
+
+class Slotted:
+    __slots__ = ("__own", "kept")
+
+    def __init__(self) -> None:
+        self.__own: Tensor | None = None
+
+    def first(self, x: Tensor) -> Tensor:
+        if self.__own is None:
+            self.__own = largest(x)
+        return self.__own
+
+
+class InSlotOfObject(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = [Slotted()]
+
+    def scale(self, x: Tensor) -> Tensor:
+        return self.helper[0].first(x)
+
+
+class Holder:
+    kept: Tensor | None = None
+
+
+class InObject(Scaled):
+    def scale(self, x: Tensor) -> Tensor:
+        if HOLDER.kept is None:
+            HOLDER.kept = largest(x)
+        return HOLDER.kept
+
+
+class InGlobalSlot(Scaled):
+    def scale(self, x: Tensor) -> Tensor:
+        return SLOTTED.first(x)
+
+
+def counted(x: Tensor) -> Tensor:
+    if not hasattr(counted, "kept"):
+        counted.kept = largest(x)  # type: ignore[attr-defined]
+    found: Tensor = counted.kept  # type: ignore[attr-defined]
+    return found
+
+
+class InFunction(Scaled):
+    def scale(self, x: Tensor) -> Tensor:
+        return counted(x)
+
+
+HOLDER = Holder()
+SLOTTED = Slotted()
+
 MEMORIES: dict[str, tuple[type[Scaled], str]] = {
     "attribute": (InAttribute, "`kept`"),
     "dict": (InDict, "`inner`"),
@@ -183,17 +277,28 @@ MEMORIES: dict[str, tuple[type[Scaled], str]] = {
     "class": (InClass, r"`InClass\.of_class`"),
     "lru_cache": (InLruCache, r"test_second_call\.cached`"),
     "closure": (InClosure, r"test_second_call\.in_closure`"),
+    "variable of a closure": (InVariable, r"test_second_call\.in_variable`"),
+    "closure on the model": (InOwnClosure, "`first`"),
+    "slot": (InSlot, "`slot`"),
+    "slot of an object": (InSlotOfObject, r"`helper\._Slotted__own`"),
+    "global object": (InObject, r"test_second_call\.HOLDER\.kept`"),
+    "global slot": (InGlobalSlot, r"test_second_call\.SLOTTED\._Slotted__own`"),
+    "function": (InFunction, r"test_second_call\.counted`"),
 }
 CONFIGS: dict[str, dict[str, Any]] = {"compared": {}, "not compared": {"check_capture": False}}
 
 
 @pytest.fixture(autouse=True)
 def nothing_kept() -> None:
-    global TENSOR, in_closure
+    global TENSOR, in_closure, in_variable, SLOTTED
     TENSOR = InClass.of_class = None
     KEPT.clear()
     cached.cache_clear()
     in_closure = remembering()
+    in_variable = rebinding()
+    SLOTTED = Slotted()
+    vars(HOLDER).clear()
+    vars(counted).clear()
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -210,6 +315,33 @@ def test_a_memory_of_a_model_without_weights_is_refused() -> None:
     wh.init(wh.Config())
     with pytest.raises(ValueError, match="`kept`"):
         wh.parallelize(InAttribute, rows(4, WIDTH), optimizer=sgd)
+
+
+class Centred(nn.Module):
+    """A loss that follows the mean of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(WIDTH, dtype=DOUBLE))
+
+    def forward(self, output: Tensor, x: Tensor) -> Tensor:
+        value = (output - self.centre).square().mean()
+        self.centre = 0.9 * self.centre + 0.1 * output.detach().mean(0)
+        return value
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_memory_of_the_loss_is_refused(config: str) -> None:
+    wh.init(wh.Config(CONFIGS[config]))
+    centred = Centred()
+    with pytest.raises(ValueError, match="in Python `the loss`"):
+        wh.parallelize(
+            nn.Linear(WIDTH, WIDTH, dtype=DOUBLE),
+            rows(4, WIDTH),
+            optimizer=sgd,
+            loss=lambda output, x: centred(output, x),
+        )
+    assert torch.equal(centred.centre, torch.zeros(WIDTH, dtype=DOUBLE))
 
 
 # --- what stays allowed

@@ -10,8 +10,9 @@ from torch import nn
 
 import whale as wh
 from whale.config import Config
+from whale.costs.optimizer_factory import BY_PARAMETER
 from whale.runtime.held import HeldParameter
-from whale.runtime.stage_updates import BY_PARAMETER, StageUpdates
+from whale.runtime.stage_updates import StageUpdates
 
 SETTINGS = {
     torch.optim.SGD: {"momentum": 0.9, "weight_decay": 0.1},

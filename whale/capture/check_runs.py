@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,9 +145,11 @@ class BuffersBefore:
 
 
 @contextmanager
-def model_restored(model: torch.nn.Module) -> Iterator[tuple[Memory, BuffersBefore]]:
-    """Takes back everything that forward changes inside, but for the weights."""
-    memory = Memory(model)
+def model_restored(
+    model: torch.nn.Module, loss: Any = None
+) -> Iterator[tuple[Memory, BuffersBefore]]:
+    """Takes back everything that forward and loss change inside, but for the weights."""
+    memory = Memory(model, loss)
     buffers = BuffersBefore(model)
     try:
         yield memory, buffers

@@ -88,7 +88,7 @@ def compare_other_length(
         return  # the graph is not for this length, and will not run it
     few = capture.layout.samples(shorter, 0, min(NUM_EAGER_SAMPLES, layout.batch_size))
     try:
-        with model_restored(model), torch.no_grad():
+        with model_restored(model, task.loss), torch.no_grad():
             _eager_loss(model, capture.layout, few, task)
     except Exception:
         return  # half a sample is none of this model's batches
@@ -104,7 +104,10 @@ def _compare_samples(
     """Compares on these samples; False when their loss is not finite (no valid label among them)
     and nothing can be said.
     """
-    with model_restored(model) as (memory, buffers):  # another comparison starts from the same
+    with model_restored(model, task.loss) as (
+        memory,
+        buffers,
+    ):  # another comparison starts from the same
         return _compare_from(memory, buffers, capture, model, few, task)
 
 

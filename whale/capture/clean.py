@@ -5,6 +5,7 @@ the names of the user's model.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from whale.capture.guards import Findings
 from whale.capture.inline import drop_asserts, inline_regions
 from whale.capture.lengths import lengths_of
 from whale.capture.memory import numbers_of
+from whale.capture.out_of_place import refuse as refuse_write
 from whale.capture.simplify import simplify
 from whale.names import nearest
 from whale.operations.operation import Shapes
@@ -64,9 +66,22 @@ def _complete_users(graph: Graph) -> None:
             source.users.setdefault(node)
 
 
+def _refuse_written_constants(updates: Mapping[Node, Node], constants: Mapping[str, Any]) -> None:
+    """A tensor that is no buffer of the model has no place where a rank could hold its new value."""
+    for owner, value in updates.items():
+        if owner.op == "get_attr" and str(owner.target) in constants:
+            refuse_write(
+                value,
+                "writes to a tensor that is no buffer of the model (of the loss, or a plain "
+                "attribute), and the next step would not have what was written",
+                "make it a buffer of the model (`register_buffer`), or give it in the batch",
+            )
+
+
 def clean(exported: Exported, model: torch.nn.Module, layout: BatchLayout) -> Capture:
     """The passes over the exported graph, in their order."""
     graph, state, constants, updates = flat_graph(exported.program, model)
+    _refuse_written_constants(updates, constants)
     # only now: in a graph with writes an alias or a detach is not superfluous
     lengths = lengths_of(graph, layout)
     simplify(graph, {length.symbol: length.size for length in lengths})

@@ -137,7 +137,7 @@ def export_model(
         # before the weights become fake: hooks sit on the tensors
         findings = around.enter_context(watch(model))
         wrapper = _LossOf(model, layouts, task, with_outputs)
-        memory = Memory(model)
+        memory = Memory(model, task.loss)
         around.callback(memory.restore)
         unused = around.enter_context(fake_weights(wrapper, mode, device))
         marks = around.enter_context(collect_forward_marks())
@@ -297,7 +297,7 @@ class _LossOf(torch.nn.Module):
         earlier = self.layouts[0]
         layout = self.layouts[-1]
         if len(self.layouts) == 1:
-            memory = Memory(self.model)
+            memory = Memory(self.model, self.task.loss)
             results = self._call(layout, tensors)
             self.seen.changed = memory.changed()
             return results

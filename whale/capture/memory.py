@@ -1,8 +1,10 @@
 """What a forward can keep for its next call besides parameters and buffers.
 
-    on the model       attributes of its modules, and dicts, lists and objects inside of these
+    on the model       attributes of its modules, in `__slots__` too, and dicts, lists, objects and
+                       functions inside of these
     outside            names of the classes of its modules and of the Python modules that these stand
-                       in, dicts and lists there, in closures and in defaults of functions
+                       in, dicts, lists and functions there, and objects of the user's own classes
+    in functions       variables of closures, defaults and attributes
     in caches          of functions under `functools.lru_cache`
 
 An export leaves tensors without data there, a comparison those of its samples: `Memory.restore`
@@ -19,13 +21,21 @@ import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from whale.capture.errors import is_user_file
+from whale.compat import tensor_stores
 from whale.names import names_of
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # hooks, parameters, buffers, submodules, the mode
@@ -34,12 +44,14 @@ _NOT_THE_USERS = frozenset({*names_of("torch numpy sympy whale"), *sys.stdlib_mo
 DEEPEST = 6
 """containers and objects inside of each other that are looked into on the model"""
 DEEPEST_OUTSIDE = 3
+OF_LOSS = "the loss"
 _CONTAINERS = (dict, list, set, deque, tuple)
 _PLAIN_CONTAINERS = (*_CONTAINERS, OrderedDict, defaultdict)
 """looked into outside of models: a mapping of transformers imports what it is asked for"""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, staticmethod, classmethod)
-_NOT_LOOKED_INTO = (Tensor, nn.Module, *_CODE)
+_OPAQUE = (Tensor, type, ModuleType, BuiltinFunctionType, staticmethod, classmethod)
+"""what is not looked into"""
 
 _SYMBOLIC = (Tensor, torch.SymInt, torch.SymFloat)
 _DATA = (*_SYMBOLIC, int, float, complex)
@@ -54,33 +66,24 @@ Change = tuple[Any, Any]
 class Memory:
     """What a forward can keep, as it is now."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._places: list[_Namespace | _Held | _Cache] = []
-        seen: set[int] = set()
+    def __init__(self, model: nn.Module, loss: Any = None) -> None:
+        self._places: list[_Place] = []
+        seen: set[int] = {id(module) for module in model.modules()}
         for prefix, module in model.named_modules():
-            own = _Namespace(prefix, module, is_outside=False)
-            self._places.append(own)
-            for leaf, value in own.before.items():
-                for container in containers(value, seen, DEEPEST):
-                    self._places.append(_Held(_join(prefix, leaf), container, is_outside=False))
+            self._places.append(_Namespace(prefix, module, is_outside=False))
+            if slots := _slots_of(module):
+                self._places.append(_Attributes(prefix, module, slots))
+            for leaf, value in list(vars(module).items()):
+                if leaf not in _OF_TORCH:
+                    self._places += _places_in(_join(prefix, leaf), value, seen)
+            for leaf, slot in slots.items():
+                self._places += _places_in(_join(prefix, leaf), _read(slot, module), seen)
+        self._places += _places_outside(OF_LOSS, loss, seen)
         for prefix, owner in _outside(model):
             self._places.append(_Namespace(prefix, owner, is_outside=True))
             for leaf, value in list(vars(owner).items()):
-                self._add_outside(prefix, leaf, value, seen)
-
-    def _add_outside(self, prefix: str, leaf: str, value: Any, seen: set[int]) -> None:
-        if type(value) is _LRU_CACHE:
-            self._places.append(_Cache(_join(prefix, leaf), value))
-            return
-        values: list[Any] = [value]
-        function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-        if isinstance(function, FunctionType):
-            values = [*_closure(function), *(function.__defaults__ or ())]
-            values += (function.__kwdefaults__ or {}).values()
-        for each in values:
-            if type(each) in _PLAIN_CONTAINERS and leaf not in _NAMES_OF_PYTHON:
-                for container in containers(each, seen, DEEPEST_OUTSIDE, with_objects=False):
-                    self._places.append(_Held(_join(prefix, leaf), container, is_outside=True))
+                if leaf not in _NAMES_OF_PYTHON:
+                    self._places += _places_outside(_join(prefix, leaf), value, seen)
 
     def changed(self) -> dict[str, Change]:
         """What was set or changed since, by name."""
@@ -195,6 +198,77 @@ class _Cache:
         self._misses = self.function.cache_info().misses
 
 
+@dataclass
+class _Cell:
+    """A variable of a closure, which a function inside of it can set."""
+
+    name: str
+    cell: CellType
+
+    def __post_init__(self) -> None:
+        self._before = _content(self.cell)
+
+    def changed(self) -> Iterator[tuple[str, Change]]:
+        now = _content(self.cell)
+        if not _is_same(self._before, now) and (_holds_data(now) or _holds_data(self._before)):
+            yield self.name, (self._before, now)
+
+    def restore(self) -> None:
+        if self._before is _MISSING:
+            del self.cell.cell_contents
+        else:
+            self.cell.cell_contents = self._before
+
+
+class _Attributes:
+    """Slots of a module of the model or of an object, or what an object of the user's own holds
+    outside of the model. Of the latter only tensors and sizes count: other threads of a script may
+    set its attributes meanwhile.
+    """
+
+    def __init__(
+        self, prefix: str, owner: Any, slots: Mapping[str, Any], outside: bool = False
+    ) -> None:
+        self._prefix = prefix
+        self._owner = owner
+        self._slots = slots
+        self._kinds: tuple[type, ...] = _SYMBOLIC if outside else (object,)
+        self._has_names = outside and hasattr(owner, "__dict__")
+        self._before = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        found = {name: _read(slot, self._owner) for name, slot in self._slots.items()}
+        return {**found, **vars(self._owner)} if self._has_names else found
+
+    def _changes(self) -> dict[str, Change]:
+        now = self._now()
+        found = {}
+        for name in {**self._before, **now}:
+            change = (self._before.get(name, _MISSING), now.get(name, _MISSING))
+            if not _is_same(*change) and any(_holds_data(each, self._kinds) for each in change):
+                found[name] = change
+        return found
+
+    def changed(self) -> Iterator[tuple[str, Change]]:
+        for name, change in self._changes().items():
+            yield _join(self._prefix, name), change
+
+    def restore(self) -> None:
+        for name, (before, _) in self._changes().items():
+            if name not in self._slots:
+                names = vars(self._owner)
+                names.pop(name)
+                if before is not _MISSING:
+                    names[name] = before
+            elif before is _MISSING:
+                self._slots[name].__delete__(self._owner)
+            else:
+                self._slots[name].__set__(self._owner, before)
+
+
+_Place = _Namespace | _Held | _Cache | _Cell | _Attributes
+
+
 def _is_same(one: Any, other: Any) -> bool:
     if one is other:
         return True
@@ -250,37 +324,125 @@ def _is_own(package: str) -> bool:
     return isinstance(file, str) and is_user_file(file) and f"-packages{os.sep}" not in file
 
 
-def _closure(function: FunctionType) -> list[Any]:
-    found = []
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # a name that is not set yet
-            continue
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that is not set yet
+        return _MISSING
+
+
+def _slots_of(owner: Any) -> dict[str, Any]:
+    """The attributes that an object holds without a dict, by name."""
+    found: dict[str, Any] = {}
+    for cls in type(owner).__mro__:
+        if "__slots__" in vars(cls):
+            for name, slot in vars(cls).items():
+                if isinstance(slot, MemberDescriptorType):
+                    found.setdefault(name, slot)
     return found
 
 
-def containers(value: Any, seen: set[int], depth: int, with_objects: bool = True) -> Iterator[Any]:
-    """Every dict, list, set and deque at and inside of the value, attributes of objects too."""
-    waiting = [(value, depth)]
+def _read(slot: Any, owner: Any) -> Any:
+    try:
+        return slot.__get__(owner)
+    except AttributeError:  # not set yet
+        return _MISSING
+
+
+def _places_in(name: str, value: Any, seen: set[int]) -> Iterator[_Place]:
+    """Everything at and inside of a value of the model that can be changed: dicts, lists, sets,
+    deques, objects and functions.
+    """
+    waiting = [(value, DEEPEST)]
     while waiting:
         each, left = waiting.pop()
-        container = each
-        is_container = type(each) in _PLAIN_CONTAINERS or (
-            with_objects and isinstance(each, _CONTAINERS)
-        )
-        if not is_container:
-            if not with_objects or isinstance(each, _NOT_LOOKED_INTO):
-                continue
-            container = getattr(each, "__dict__", None)
-        if container is None or id(container) in seen:
+        if id(each) in seen or each is _MISSING or isinstance(each, (*_PLAIN, *_OPAQUE)):
             continue
-        seen.add(id(container))
-        if not isinstance(container, tuple):
-            yield container
+        seen.add(id(each))
+        inside: Iterable[Any] = ()
+        if isinstance(each, nn.Module):
+            yield from _places_of_module(name, each, seen)
+        elif isinstance(each, MethodType):
+            inside = [each.__func__]  # what it is bound to may be a whole trainer
+        elif isinstance(each, FunctionType):
+            yield from _cells(name, each)
+            inside = [*_held_by(each), vars(each)]
+        elif isinstance(each, _CONTAINERS):
+            if not isinstance(each, tuple):
+                yield _Held(name, each, is_outside=False)
+            inside = each.values() if isinstance(each, dict) else each
+        else:
+            if slots := _slots_of(each):
+                yield _Attributes(name, each, slots)
+            inside = [_read(slot, each) for slot in slots.values()]
+            names = getattr(each, "__dict__", None)
+            if isinstance(names, dict) and id(names) not in seen:
+                seen.add(id(names))
+                yield _Held(name, names, is_outside=False)
+                inside = [*inside, *names.values()]
         if left > 1:
-            items = container.values() if isinstance(container, dict) else container
-            waiting += [(item, left - 1) for item in items if not isinstance(item, _PLAIN)]
+            # a script may hold millions of numbers in a list
+            waiting += [(item, left - 1) for item in inside if type(item) not in _PLAIN]
+
+
+def _places_outside(name: str, value: Any, seen: set[int]) -> Iterator[_Place]:
+    """The same of a name outside of the model, where a package has thousands: objects of the
+    user's own classes only, and nothing inside of them.
+    """
+    waiting = [(value, DEEPEST_OUTSIDE)]
+    while waiting:
+        each, left = waiting.pop()
+        if isinstance(each, (staticmethod, classmethod)):
+            each = each.__func__
+        kind = type(each)  # a proxy of a package may import or fail when it is asked for its class
+        if id(each) in seen or kind in _PLAIN or issubclass(kind, _OPAQUE):
+            continue
+        seen.add(id(each))
+        inside: Iterable[Any] = ()
+        if kind is _LRU_CACHE:
+            yield _Cache(name, each)
+        elif issubclass(kind, nn.Module):
+            yield from _places_of_module(name, each, seen)
+        elif kind is MethodType:
+            inside = [each.__func__, each.__self__]
+        elif kind is FunctionType:
+            inside = _held_by(each)
+            if _is_own((each.__module__ or "").partition(".")[0]):
+                yield from _cells(name, each)
+                inside = [*inside, vars(each)]
+        elif kind in _PLAIN_CONTAINERS:
+            if kind is not tuple:
+                yield _Held(name, each, is_outside=True)
+            inside = each.values() if isinstance(each, dict) else each
+        elif _is_own(kind.__module__.partition(".")[0]):
+            yield _Attributes(name, each, _slots_of(each), outside=True)
+        if left > 1:
+            # a script may hold millions of numbers in a list
+            waiting += [(item, left - 1) for item in inside if type(item) not in _PLAIN]
+
+
+def _places_of_module(name: str, module: nn.Module, seen: set[int]) -> Iterator[_Place]:
+    """Attributes and buffers of a module that is no part of the model: a loss with a running centre,
+    a teacher in a list.
+    """
+    for prefix, each in module.named_modules():
+        if each is module or id(each) not in seen:
+            seen.add(id(each))
+            own = _join(name, prefix) if prefix else name
+            yield _Namespace(own, each, is_outside=True)
+            for store in tensor_stores(each):
+                yield _Held(own, store, is_outside=True)
+
+
+def _cells(name: str, function: FunctionType) -> Iterator[_Cell]:
+    for cell in function.__closure__ or ():
+        yield _Cell(name, cell)
+
+
+def _held_by(function: FunctionType) -> list[Any]:
+    """What a function keeps from call to call, but for its own attributes."""
+    held = [*map(_content, function.__closure__ or ()), *(function.__defaults__ or ())]
+    return [*held, *(function.__kwdefaults__ or {}).values()]
 
 
 def _join(prefix: str, leaf: str) -> str:

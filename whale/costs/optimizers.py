@@ -15,17 +15,24 @@ steps on a matrix and on its two halves.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 
 from whale.capture.graph import CapturedGraph, StateTensor
-from whale.compat import OperationCounter
+from whale.compat import OperationCounter, has_step_hooks
+from whale.costs.optimizer_factory import (
+    BY_PARAMETER,
+    EMPTY_LIST,
+    NAMES,
+    MakeOptimizer,
+    make_optimizer,
+)
 from whale.costs.update_work import UpdateWork
-
-MakeOptimizer = Callable[[Iterator[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 
 LENGTHS = (2, 3, 5, 7, 11, 13, 17, 19)
 """lengths of the dims of a small parameter"""
@@ -35,6 +42,10 @@ SHAPE = (4, 6)
 NUM_STEPS = 3
 COUNTED_PARAMETERS = 3
 """parameters whose update is counted, against that of one"""
+GRADIENT_SCALES = (1.0, 1e6, 1e-3)
+"""of the gradients of steps in which parameters are looked at together"""
+MOST_TOGETHER = 24
+"""parameters that are looked at together, or somewhat more"""
 CLOSE = 1e-9
 """relative: far above rounding in float64, far below what a row's mean changes"""
 
@@ -67,7 +78,7 @@ def _state_bytes(trained: Sequence[StateTensor], make: MakeOptimizer, device: st
         parameter.grad = torch.ones_like(parameter)
         parameters.append(parameter)
     names = [state.name for state in trained]
-    optimizer = make(iter(list(zip(names, parameters, strict=True))))
+    optimizer = make_optimizer(make, zip(names, parameters, strict=True))
     optimizer.step()
     held = 0
     for state, parameter in zip(trained, parameters, strict=True):
@@ -126,7 +137,7 @@ def _counted(make: MakeOptimizer, names: Sequence[str], is_masked: bool) -> tupl
     parameters = [torch.nn.Parameter(torch.ones(SHAPE)) for _ in names]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    optimizer = make(iter(list(zip(names, parameters, strict=True))))
+    optimizer = make_optimizer(make, zip(names, parameters, strict=True))
     how = "for-loop"
     for group in optimizer.param_groups:
         is_open = group.get("foreach") is None and group.get("fused") is None
@@ -151,7 +162,7 @@ def note_on_parts(make: MakeOptimizer, name: str) -> str | None:
     """
     if works_by_element(make, name) is not False:
         return None
-    kind = type(make(iter([(name, torch.nn.Parameter(torch.zeros(SHAPE)))]))).__name__
+    kind = type(make_optimizer(make, [(name, torch.nn.Parameter(torch.zeros(SHAPE)))])).__name__
     return (
         f"{kind} looks at more than one number at a time: where a parameter is cut ({name}, say) "
         "it sees the part of each device and gives other values than on the whole. SGD, Adam, "
@@ -168,7 +179,7 @@ def takes_norms_of_the_whole(make: MakeOptimizer, name: str) -> bool:
     which holders of parts can sum: torch's Adafactor, one parameter after the other.
     """
     try:
-        made = make(iter([(name, torch.nn.Parameter(torch.zeros(SHAPE)))]))
+        made = make_optimizer(make, [(name, torch.nn.Parameter(torch.zeros(SHAPE)))])
     except Exception:  # whatever it needs that is not here: it was asked out of curiosity only
         return False
     is_plain = not any(group.get("foreach") for group in made.param_groups)
@@ -193,27 +204,109 @@ def looks_at_others(make: MakeOptimizer, names: Sequence[str]) -> str | None:
     """
     if len(names) < 2:
         return None
-    pair = [names[0], names[-1]]
-    generator = torch.Generator().manual_seed(1)
-    starts = [torch.randn(SHAPE, generator=generator, dtype=torch.float64) for _ in pair]
-    gradients = [torch.randn(SHAPE, generator=generator, dtype=torch.float64) for _ in pair]
+    step = max(1, len(names) // MOST_TOGETHER) | 1  # odd: weights and biases take turns
+    tried = names[::step]
     try:
         with torch.random.fork_rng(devices=[]):
-            alone = _trained(make, pair[0], starts[0], [gradients[0]] * NUM_STEPS)
-            parameters = [torch.nn.Parameter(start.clone()) for start in starts]
-            optimizer = make(iter(list(zip(pair, parameters, strict=True))))
-            for _ in range(NUM_STEPS):
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient.clone()
-                optimizer.step()
+            together = _Trial(make, tried)
+            for part in _parts(tried):
+                other = _other_beside(together, _Trial(make, part))
+                if other is not None:
+                    return other
     except Exception:  # whatever it needs that is not here: it was asked out of curiosity only
         return None
-    if torch.allclose(alone, parameters[0].detach(), rtol=CLOSE, atol=CLOSE):
+    return None
+
+
+def _parts(names: Sequence[str]) -> list[list[str]]:
+    """Some of these parameters each, as ranks hold them. A group of parameters by name (biases) or
+    by layer has members inside and outside of one of them.
+    """
+    half = len(names) // 2
+    thirds = [name for place, name in enumerate(names) if place % 3 == 0]
+    return [list(names[:half]), list(names[half:]), thirds]
+
+
+def _other_beside(whole: _Trial, part: _Trial) -> str | None:
+    """How an optimizer of some parameters differs from one of all, in what it does to these."""
+    kind = type(whole.optimizer).__name__
+    for name in part.names:
+        if whole.settings(name) != part.settings(name):
+            return (
+                f"{kind} looks at other parameters when it is made ({name} has other settings "
+                "without those, say: groups by place instead of by name)"
+            )
+    if whole.is_by_parameter and part.is_by_parameter:
         return None
-    return (
-        f"{type(optimizer).__name__} looks at other parameters when it updates one ({pair[0]} beside "
-        f"{pair[1]}, say)"
-    )
+    for name in part.names:
+        together = whole.trained[name]
+        if not torch.allclose(together, part.trained[name], CLOSE, CLOSE, equal_nan=True):
+            others = [each for each in whole.names if each not in part.names]
+            return (
+                f"{kind} looks at other parameters when it updates one ({name} beside "
+                f"{others[0]}, say)"
+            )
+    return None
+
+
+class _Trial:
+    """An optimizer of small matrices under names of the model's parameters."""
+
+    def __init__(self, make: MakeOptimizer, names: Sequence[str]) -> None:
+        self.names = names
+        self._parameters = {
+            name: torch.nn.Parameter(torch.zeros(SHAPE, dtype=torch.float64)) for name in names
+        }
+        self.optimizer: torch.optim.Optimizer | None = None
+        try:
+            self.optimizer = make_optimizer(make, self._parameters.items())
+        except ValueError as error:
+            if EMPTY_LIST not in str(error):  # it picks by name, and none of these
+                raise
+
+    @property
+    def is_by_parameter(self) -> bool:
+        """Whether it is known to treat every parameter by itself."""
+        made = self.optimizer
+        if made is None:
+            return True
+        return type(made) in BY_PARAMETER and not has_step_hooks(made) and "step" not in vars(made)
+
+    def settings(self, name: str) -> dict[str, str] | None:
+        """Settings of the group of a parameter, those that are plain values; None: it has none."""
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            if any(each is self._parameters[name] for each in group["params"]):
+                plain = {key: repr(value) for key, value in group.items() if _is_plain(value)}
+                plain.pop(NAMES, None)
+                return plain
+        return None
+
+    @functools.cached_property
+    def trained(self) -> dict[str, torch.Tensor]:
+        """Values of the parameters after steps with large and small gradients: what clips does so
+        from some norm on.
+        """
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(_drawn_for(name))
+        for scale in GRADIENT_SCALES:
+            for name, parameter in self._parameters.items():
+                parameter.grad = _drawn_for(f"gradient of {name}").mul_(scale)
+            if self.optimizer is not None:
+                self.optimizer.step()
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+
+def _drawn_for(name: str) -> torch.Tensor:
+    """Random numbers that are the same in every trial."""
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    return torch.randn(SHAPE, generator=generator, dtype=torch.float64)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, str, type(None)))
 
 
 def works_by_element(make: MakeOptimizer, name: str) -> bool | None:
@@ -243,7 +336,7 @@ def _trained(
     make: MakeOptimizer, name: str, start: torch.Tensor, gradients: list[torch.Tensor]
 ) -> torch.Tensor:
     parameter = torch.nn.Parameter(start.clone())
-    optimizer = make(iter([(name, parameter)]))
+    optimizer = make_optimizer(make, [(name, parameter)])
     for gradient in gradients:
         parameter.grad = gradient.clone()
         optimizer.step()

@@ -119,10 +119,12 @@ class Batches:
                     "engine.step(outputs=True) takes whole batches; those of engine.loader hold "
                     "only this rank's samples: use a DataLoader"
                 )
-            lowered = self._shapes.first
             self._compare(batch.digest, step)
             self._note(f"{batch.batch_size} samples of engine.loader, order {batch.digest.hex()}")
             self._check_sharded(batch, num_rebalanced)
+            lowered = self._shapes.of_loader()
+            if ahead is not None and ahead.lowered is not lowered:
+                ahead = None
             samples = self.own_samples(lowered, batch.batch_size)
             copied = ahead.copied if ahead is not None else self._copy_rows(lowered, batch)
             everything = lowered.inputs.placeholders_of_rows(copied, samples, batch.batch_size)
@@ -131,7 +133,8 @@ class Batches:
         layout, tensors = read_batch(batch, self._job.sample)
         # before any other check: what only one rank would refuse, all refuse
         self._compare(digest(tensors, layout.paths) if self._compares(step) else b"", step)
-        self._note(layout)
+        other = self._shapes.other_numbers()
+        self._note(layout if other is None else f"{layout}, {other}")
         check_agrees(layout, self._job.sample)
         lowered = self._shapes.training(layout, tensors, outputs)
         if ahead is not None and ahead.lowered is not lowered:

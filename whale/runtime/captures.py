@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from whale.capture.batch import BatchLayout
@@ -21,6 +22,8 @@ from whale.capture.errors import CaptureError
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.lengths import Numbers, Place, can_vary, varying
 from whale.capture.prepare import CapturedModel
+from whale.capture.python_numbers import Numbers as PythonValues
+from whale.capture.python_numbers import PythonNumbers
 from whale.distributed.ranks import Ranks
 from whale.lowering.program import Assign, Lowered
 from whale.operations.nodes import op_name
@@ -43,6 +46,8 @@ class Family:
     """gives the stage of every operation"""
     is_planned: bool
     """the plan was made for this graph"""
+    python: PythonValues = ()
+    """numbers in Python that it was captured with"""
     symbolic: Lowered | None = None
     """for every length; None where layouts on a grid need numbers"""
     by_lengths: OrderedDict[tuple[int, ...], Lowered] = field(default_factory=OrderedDict)
@@ -72,31 +77,42 @@ class Family:
 class Captures:
     """The graphs of one mode, training or evaluation."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, python: PythonNumbers, in_training: bool = True) -> None:
         self._most = most
+        self._python = python
+        """numbers that graphs of this mode may depend on: another mode may depend on others"""
+        self._in_training = in_training
         self._families: list[Family] = []
         """the one unused for longest first"""
         self._refused: set[frozenset[Place]] = set()
         """dims that the model does not allow to be symbols"""
-        self._reference: BatchLayout | None = None
+        self._first: Family | None = None
         self.num_captures = 0
 
     def add(self, family: Family) -> list[Lowered]:
-        """Holds a graph; gives what had to go for it."""
+        """Holds a graph that was captured just now; gives what had to go for it."""
+        family.python = self._python.now(self._in_training)
         gone: list[Lowered] = []
         while len(self._families) >= self._most:
             gone += self._families.pop(0).all_lowered()
         self._families.append(family)
         self.num_captures += 1
-        if self._reference is None:
-            self._reference = family.layout
+        if self._first is None:
+            self._first = family
         return gone
 
     def find(self, layout: BatchLayout) -> tuple[Family, Numbers] | None:
-        """The graph for a batch and its lengths, if there is one."""
+        """The graph for a batch and its lengths, captured with numbers in Python as they are now,
+        if there is one.
+        """
+        return self._find(layout, self._python.now(self._in_training))
+
+    def _find(
+        self, layout: BatchLayout, python: PythonValues | None
+    ) -> tuple[Family, Numbers] | None:
         for family in reversed(self._families):
             numbers = family.numbers(layout)
-            if numbers is not None:
+            if numbers is not None and (python is None or family.python == python):
                 self._families.remove(family)
                 self._families.append(family)
                 return family, numbers
@@ -105,6 +121,35 @@ class Captures:
     def names(self) -> dict[Place, str]:
         """The lengths of the graph that was used last."""
         return self._families[-1].layout.length_names
+
+    def find_with_other_numbers(self, layout: BatchLayout) -> Family | None:
+        """A graph for a batch, with whatever numbers in Python it was captured."""
+        found = self._find(layout, None)
+        return found[0] if found is not None else None
+
+    def other_numbers(self, family: Family | None = None) -> str | None:
+        """A number in Python that is another one now than when this graph, or the first one, was
+        captured; None: all are as they were.
+        """
+        family = family or self._first
+        now = self._python.now(self._in_training)
+        if family is None or family.python == now:
+            return None
+        return self._python.difference(family.python, now)
+
+    def is_tensor_changed(self, family: Family) -> bool:
+        """Whether a tensor beside the model was written to since this graph was captured."""
+        now = self._python.now(self._in_training)
+        return self._python.is_tensor_changed(family.python, now)
+
+    def look_no_more_at_others(self, family: Family) -> None:
+        """Forgets the numbers that are others now than when this graph was captured."""
+        shortened = self._python.leave_out(family.python, self._python.now(self._in_training))
+        known = [*self._families]
+        if self._first is not None and all(each is not self._first for each in known):
+            known.append(self._first)
+        for each in known:
+            each.python = shortened(each.python)
 
     def all_lowered(self) -> Iterator[Lowered]:
         for family in self._families:
@@ -121,8 +166,8 @@ class Captures:
         """
         paths = {tensor.path for tensor in layout.tensors}
         names = {place: name for place, name in known.items() if place[0] in paths}
-        if self._reference is not None:
-            names |= varying(self._reference, layout)
+        if self._first is not None:
+            names |= varying(self._first.layout, layout)
         wanted = frozenset(names)
         if names and wanted not in self._refused and can_vary(layout, names):
             try:
@@ -161,6 +206,16 @@ def same_on_all_ranks(
         _refuse_other_autocast(prepared.captured, ranks)
     ranks.agree(what, fingerprint(prepared.captured), advice)
     return prepared
+
+
+def computes_the_same(one: CapturedModel, other: CapturedModel) -> bool:
+    """Whether two captures are the same graph with the same constants."""
+    if fingerprint(one.captured) != fingerprint(other.captured):
+        return False
+    constants = other.captured.constants
+    return all(
+        torch.equal(value, constants[name]) for name, value in one.captured.constants.items()
+    )
 
 
 def _refuse_other_autocast(captured: CapturedGraph, ranks: Ranks) -> None:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from whale.compat import has_step_hooks
-from whale.runtime.stage_updates import BY_PARAMETER, step_some
+from whale.costs.optimizer_factory import BY_PARAMETER
+from whale.runtime.stage_updates import step_some
 
 BLOCK = 256
 """numbers that share a scale"""

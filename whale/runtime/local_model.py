@@ -25,15 +25,11 @@ from whale.dtypes import as_moved, in_memory
 from whale.lowering.weights import named_tensors
 from whale.runtime.job import Job
 from whale.runtime.state import gather_tensors
+from whale.runtime.untouched import USE_ENGINE
 
 REFUSALS = "_whale_refusals"
 """attribute of a model whose use is refused: handles of the hooks that do it"""
 SINGLE_FILE = "model.safetensors"
-USE_ENGINE = (
-    "after wh.parallelize this model is only a description: its weights are spread over the ranks. "
-    "Try: engine.step and engine.evaluate to run it, engine.module() for a whole local model "
-    "(generate, state_dict, to), engine.save_pretrained(folder) to save it"
-)
 
 
 class SpreadModelError(RuntimeError):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from whale.compat import has_step_hooks
+from whale.costs.optimizer_factory import BY_PARAMETER
 from whale.devices import LocalDevice
 from whale.plans.blocks import slots_of
 from whale.runtime.homes import (
@@ -35,7 +36,7 @@ from whale.runtime.homes import (
 )
 from whale.runtime.job import Job
 from whale.runtime.residence import Pool, Residence
-from whale.runtime.stage_updates import BY_PARAMETER, step_some
+from whale.runtime.stage_updates import step_some
 from whale.runtime.updates_ahead import OptimizerNow, UpdatesAhead
 
 STREAMED = BY_PARAMETER | {torch.optim.Adafactor, torch.optim.Muon}

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from whale.capture.batch import BatchLayout
@@ -16,6 +17,7 @@ from whale.capture.capture import capture_evaluation, capture_training
 from whale.capture.guards import Finding, Findings, refuse
 from whale.capture.lengths import Numbers
 from whale.capture.prepare import CapturedModel, prepare
+from whale.capture.python_numbers import PythonNumbers
 from whale.distributed.intervals import Intervals
 from whale.distributed.transport import Transport
 from whale.lowering.blocks import BlockWeights
@@ -35,12 +37,14 @@ from whale.runtime.captures import (
     MOST_LENGTHS,
     Captures,
     Family,
+    computes_the_same,
     same_on_all_ranks,
     what_changed,
 )
 from whale.runtime.executor import Executor
 from whale.runtime.job import Job
 from whale.runtime.longest import Longest
+from whale.runtime.untouched import Untouched
 from whale.runtime.zero import Zero, own_blocks
 from whale.scheduling.queues import QueuedTransfer, safe_window
 
@@ -97,13 +101,15 @@ class LoweredGraphs:
             collectives.all_gather if collectives is not None else None,
             collectives.begin_exchange if collectives is not None else None,
         )
-        self._training = Captures(job.config.max_captures)
-        self._with_outputs = Captures(job.config.max_captures)
+        most = job.config.max_captures
+        self._training = Captures(most, PythonNumbers(job.model, job.loss))
+        self._with_outputs = Captures(most, PythonNumbers(job.model, job.loss))
         """of steps whose outputs are asked for"""
-        self._evaluation = Captures(job.config.max_captures)
+        self._evaluation = Captures(most, PythonNumbers(job.model, job.loss), in_training=False)
         self._executors: dict[tuple[int, int, int], Executor] = {}
         family = self._family(job.prepared, job.sample, apply_plan)
         self._training.add(family)
+        self._untouched = Untouched(job.model)
         self._longest = Longest(job)
         self.first = self._lowered(family, job.prepared.longest(job.longest))
         if self.transport is not None:
@@ -122,25 +128,76 @@ class LoweredGraphs:
         """What runs a batch in training, with outputs or without; the model is captured where no
         graph is for it.
         """
+        self._untouched.check()
         captures = self._with_outputs if outputs else self._training
-        found = captures.find(layout)
-        if found is None:
-            if not outputs:
-                changed = what_changed(layout, self._job.sample)
-                logger.info("capturing the model again: %s", changed)
-            family = captures.capture(
-                layout,
-                self._training.names(),
-                lambda named: self._capture_training(named, tensors, outputs),
-            )
-            self._forget(captures.add(family))
-            found = captures.find(layout)
-        assert found is not None, "a capture runs the batch that it was made with"
+        found = self._find(
+            captures,
+            layout,
+            lambda named: self._capture_training(named, tensors, outputs),
+            says_why=not outputs,
+        )
         plan = self._longest.plan_for(layout, *found)
         if plan is not None:
             self._job.plan = plan
             self.follow(plan)
         return self._lowered(*found)
+
+    def _find(
+        self,
+        captures: Captures,
+        layout: BatchLayout,
+        capture: Callable[[BatchLayout], Family],
+        says_why: bool,
+    ) -> tuple[Family, Numbers]:
+        """The graph of a batch, captured where there is none for its form or for the numbers in
+        Python as they are now.
+        """
+        found = captures.find(layout)
+        if found is not None:
+            return found
+        other = captures.find_with_other_numbers(layout)
+        if other is None and says_why:
+            logger.info("capturing the model again: %s", what_changed(layout, self._job.sample))
+        changed = captures.other_numbers(other) if other is not None else None
+        is_tensor = other is not None and captures.is_tensor_changed(other)
+        family = captures.capture(layout, self._training.names(), capture)
+        if (
+            other is not None
+            and not is_tensor
+            and computes_the_same(other.prepared, family.prepared)
+        ):
+            self._job.warn_once(
+                f"{changed}, which did not change the captured graph: from now on Whale takes it "
+                "for a number that nothing depends on. Try: give it in the batch, as a tensor of "
+                "one number, where forward or loss compare it with something"
+            )
+            captures.look_no_more_at_others(other)
+            found = captures.find(layout)
+            if found is not None:
+                return found  # else a mode has changed, which is looked at all the same
+        elif other is not None:
+            self._job.warn_once(
+                f"{changed}: the captured graph has its value inside, so the model is captured "
+                "again whenever such a number changes, which takes seconds each time. Try: give it "
+                "in the batch, as a tensor of one number"
+            )
+        self._forget(captures.add(family))
+        found = captures.find(layout)
+        assert found is not None, "a capture runs the batch that it was made with"
+        return found
+
+    def other_numbers(self) -> str | None:
+        """A number in Python that is another one than at the start; None: all are as they were."""
+        return self._training.other_numbers()
+
+    def of_loader(self) -> Lowered:
+        """What runs batches of `engine.loader`, which have the form of the sample."""
+        if self.other_numbers() is None:
+            return self.first
+        sample = self._job.sample
+        tensors = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in sample.tensors]
+        lowered = self.training(sample, tensors)
+        return self.first if self.other_numbers() is None else lowered
 
     def _capture_training(
         self, layout: BatchLayout, tensors: list[Tensor], outputs: bool
@@ -170,15 +227,12 @@ class LoweredGraphs:
 
     def evaluation(self, layout: BatchLayout, tensors: list[Tensor]) -> Lowered:
         """What runs a batch in evaluation."""
-        found = self._evaluation.find(layout)
-        if found is None:
-            known = self._training.names()
-            family = self._evaluation.capture(
-                layout, known, lambda named: self._capture_evaluation(named, tensors)
-            )
-            self._forget(self._evaluation.add(family))
-            found = self._evaluation.find(layout)
-        assert found is not None, "a capture runs the batch that it was made with"
+        found = self._find(
+            self._evaluation,
+            layout,
+            lambda named: self._capture_evaluation(named, tensors),
+            says_why=False,
+        )
         return self._lowered(*found)
 
     def _capture_evaluation(self, layout: BatchLayout, tensors: list[Tensor]) -> Family:

@@ -9,7 +9,7 @@ and which a weight product of a later stage may still have to read.
 
 The optimizer stays one object with one state. Each call of its `step()` sees only some of its
 parameters, which comes to the same bits where it treats every parameter by itself. That is known of
-torch's own classes below and of no other, and it does not hold for hooks on `step()`, which would
+torch's own classes in `BY_PARAMETER` and of no other, and it does not hold for hooks on `step()`, which would
 run several times: in both cases all is updated at the end.
 """
 
@@ -21,24 +21,8 @@ import torch
 
 from whale.compat import has_step_hooks
 from whale.config import Config
+from whale.costs.optimizer_factory import BY_PARAMETER
 from whale.runtime.held import HeldParameter
-
-BY_PARAMETER: frozenset[type[torch.optim.Optimizer]] = frozenset(
-    {
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adamax,
-        torch.optim.Adagrad,
-        torch.optim.Adadelta,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.ASGD,
-    }
-)
-"""optimizers whose step for a parameter depends on its own gradient and state only"""
 
 
 class StageUpdates:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from whale.costs.optimizer_factory import EMPTY_LIST, make_optimizer
 from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
 from whale.lowering.program import Lowered
@@ -30,6 +31,7 @@ from whale.runtime.job import Job
 from whale.runtime.loss_scale import DeviceLossScale, LossScale
 from whale.runtime.masked_update import CLIP_EPSILON, NUM_EMPTY, MaskedUpdates, can_mask
 from whale.runtime.offloaded_states import OffloadedStates, offloaded_states
+from whale.runtime.optimizer_groups import check_groups, settings_of_whole
 from whale.runtime.result import Totals
 from whale.runtime.stage_updates import StageUpdates
 from whale.runtime.step_update import NonFiniteError, ScheduleState, Update
@@ -42,10 +44,6 @@ OptimizerFactory = Callable[[Iterator[tuple[str, torch.nn.Parameter]]], torch.op
 CountEmpty = Callable[[], "Tensor | None"]
 """gives the number of denominators of the loss that are zero; None where this rank knows of none"""
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
-
-
-EMPTY_LIST = "empty parameter list"
-"""part of what torch says of an optimizer without parameters"""
 
 
 def _check_factories(optimizer: object, scheduler: object) -> None:
@@ -82,9 +80,14 @@ class Updater:
         ranks = job.ranks
         _check_factories(optimizer, scheduler)
         self.is_given = optimizer is not None
-        self.optimizer = (
-            self._made(optimizer, trainable, ranks) if optimizer is not None and trainable else None
-        )
+        self.optimizer = None
+        if optimizer is not None and trainable:
+            states = job.prepared.captured.state
+            all_states = [states[name] for name in job.names if name in states]
+            # first, since a script may take hold of the optimizer that is made last
+            of_whole = settings_of_whole(optimizer, trainable, all_states)
+            self.optimizer = self._made(optimizer, trainable, ranks)
+            check_groups(self.optimizer, trainable, of_whole)
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise ValueError(
                 "torch.optim.LBFGS needs the loss several times in a step, which engine.step "
@@ -164,7 +167,7 @@ class Updater:
         them on this rank.
         """
         try:
-            made = factory(iter(trainable))
+            made = make_optimizer(factory, trainable)
         except ValueError as error:
             if ranks.is_distributed and EMPTY_LIST in str(error):
                 return None

@@ -1,0 +1,230 @@
+"""Numbers in Python that a script changes between steps: the next step has them, as locally."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale as wh
+from tests.exactness import run_loss
+
+WIDTH = 6
+DOUBLE = torch.float64
+BETA = 1.0
+FACTORS = {"penalty": 1.0, "other": 1.0}
+ARGS = argparse.Namespace(weight=1.0, unread=1.0)
+LATE = torch.ones((), dtype=DOUBLE)
+
+
+def as_in_the_beginning() -> None:
+    globals()["BETA"] = 1.0
+    FACTORS.update(penalty=1.0, other=1.0)
+    ARGS.weight = 1.0
+    LATE.fill_(1.0)
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    yield
+    as_in_the_beginning()
+
+
+class Net(nn.Module):
+    """A number of its own, a layer with one, and a count that is only written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+        self.norm = nn.LayerNorm(WIDTH, dtype=DOUBLE)
+        self.statistics = nn.BatchNorm1d(WIDTH, dtype=DOUBLE)
+        self.temperature = 1.0
+        self.calls = 0
+
+    def count(self) -> int:
+        return self.calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.statistics(self.norm(self.layer(x))) / self.temperature
+
+
+def scaled(value: Tensor) -> Tensor:
+    return value * FACTORS["penalty"] * ARGS.weight * LATE
+
+
+def loss(output: Tensor, x: Tensor) -> Tensor:
+    return output.square().mean() * BETA + scaled((output - x).square().mean())
+
+
+def with_variable() -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[float], None]]:
+    factor = 1.0
+
+    def in_closure(output: Tensor, x: Tensor) -> Tensor:
+        return factor * output.square().mean()
+
+    def change(value: float) -> None:
+        nonlocal factor
+        factor = value
+
+    return in_closure, change
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, WIDTH, dtype=DOUBLE, generator=generator) for _ in range(3)]
+
+
+def change_number(model: Net) -> None:
+    model.temperature = 0.5
+
+
+def change_layer(model: Net) -> None:
+    model.norm.eps = 0.5
+
+
+def freeze_statistics(model: Net) -> None:
+    model.statistics.eval()
+
+
+def change_global(model: Net) -> None:
+    globals()["BETA"] = 0.25
+
+
+def change_dict(model: Net) -> None:
+    FACTORS["penalty"] = 3.0
+
+
+def change_arguments(model: Net) -> None:
+    ARGS.weight = 3.0
+
+
+def change_tensor(model: Net) -> None:
+    LATE.mul_(2)
+
+
+CHANGES = [
+    change_number,
+    change_layer,
+    freeze_statistics,
+    change_global,
+    change_dict,
+    change_arguments,
+    change_tensor,
+]
+
+
+def local_losses(change: Callable[[Net], None], loss: Any = loss) -> list[float]:
+    model = Net()
+    optimizer = sgd(model.parameters())
+    losses = []
+    for step, x in enumerate(batches()):
+        if step == 1:
+            change(model)
+        optimizer.zero_grad()
+        value = run_loss(model, x, loss)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_next_step_has_the_new_number(
+    change: Callable[[Net], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The graph had that of its capture for ever, without a word."""
+    model = Net()
+    data = batches()
+    wh.init()
+    engine = wh.parallelize(model, data[0], optimizer=sgd, loss=loss)
+    losses = [engine.step(data[0]).loss]
+    change(model)
+    losses += [engine.step(x).loss for x in data[1:]]
+    assert engine.num_captures == 2
+    assert sum("captured again whenever" in record.message for record in caplog.records) == 1
+    as_in_the_beginning()
+    assert losses == pytest.approx(local_losses(change), rel=1e-12)
+
+
+def test_a_variable_of_a_closure() -> None:
+    in_closure, change = with_variable()
+    data = batches()
+    wh.init()
+    engine = wh.parallelize(Net(), data[0], optimizer=sgd, loss=in_closure)
+    losses = [engine.step(data[0]).loss]
+    change(2.0)
+    losses += [engine.step(x).loss for x in data[1:]]
+    change(1.0)
+    assert losses == pytest.approx(local_losses(lambda _: change(2.0), in_closure), rel=1e-12)
+
+
+def test_numbers_that_nothing_depends_on_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """The model is captured once more to find that out, and then no more."""
+    model = Net()
+    data = batches()
+    wh.init()
+    engine = wh.parallelize(model, data[0], optimizer=sgd, loss=loss)
+    for step, x in enumerate(data):
+        model.calls = step
+        FACTORS["other"] = ARGS.unread = float(step)
+        engine.step(x)
+    assert engine.num_captures == 1
+    said = [each.message for each in caplog.records if "captured" in each.message]
+    assert len(said) == 1 and said[0].startswith("calls is 1, and was 0, which did not change")
+
+
+class OtherInEvaluation(Net):
+    """Divides by its number in evaluation only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if self.training else self.layer(x) / self.temperature
+
+
+def test_a_number_that_only_evaluation_depends_on() -> None:
+    model = OtherInEvaluation()
+    x = batches()[0]
+    wh.init()
+    engine = wh.parallelize(model, x, optimizer=sgd, loss=loss)
+    engine.evaluate(x)
+    model.temperature = 0.5
+    engine.step(x)
+    local = engine.module()
+    assert local is not None and local.temperature == 0.5
+    expected = loss(local.eval()(x), x).item()
+    assert engine.evaluate(x).loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_an_evaluation_and_a_loader_have_the_new_number() -> None:
+    model = Net()
+    x = batches()[0]
+    wh.init()
+    engine = wh.parallelize(model, x, optimizer=sgd, loss=loss)
+    engine.evaluate(x)
+    model.temperature = 0.5
+    local = Net().eval()
+    local.temperature = 0.5
+    expected = loss(local(x), x).item()
+    assert engine.evaluate(x).loss == pytest.approx(expected, rel=1e-12)
+    batch = next(iter(engine.loader(list(x), 4)))
+    expected = loss(local.train()(x), x).item()
+    assert engine.step(batch).loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_parameters_that_are_frozen_later_are_refused() -> None:
+    model = Net()
+    x = batches()[0]
+    wh.init()
+    engine = wh.parallelize(model, x, optimizer=sgd, loss=loss)
+    engine.step(x)
+    model.layer.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"requires_grad of layer\.weight was set to False.*Try: "):
+        engine.step(x)

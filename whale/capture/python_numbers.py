@@ -1,0 +1,238 @@
+"""Numbers in Python that a forward and its loss read. A graph holds those of its capture, and a
+script may change them between steps:
+
+    model.temperature = 0.5            attributes of modules that their methods name, `training`
+    BETA = min(1.0, BETA + 0.01)       globals and closures that functions of the user's own name,
+    args.weight = 2.0                  and attributes of objects there
+
+Each is compared before a step, as constants of the batch are: another value is another capture.
+So are tensors beside the model, by how often they were written to. Not looked at: numbers inside of
+other objects than these, and what installed packages keep.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from whale.capture.cache_code import attribute_names, global_names, kind_of
+from whale.compat import num_writes
+from whale.names import names_of
+
+Numbers = tuple[Any, ...]
+
+_KINDS = (bool, int, float, complex)
+_NOT_IN_FORWARD = frozenset(
+    names_of("__init__ extra_repr __repr__ reset_parameters _init_weights __setstate__")
+)
+_MODE = "training"
+DEEPEST = 4
+"""functions that call each other"""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a number is: a key of a dict, or a variable of a closure."""
+
+    name: str
+    """for messages"""
+    holder: Any
+    key: str
+
+    def value(self) -> Any:
+        if isinstance(self.holder, CellType):
+            try:
+                return self.holder.cell_contents
+            except ValueError:  # not set any more
+                return None
+        return self.holder.get(self.key)
+
+    def read(self) -> Any:
+        """The number; of a tensor which one it is and how often it was written to."""
+        value = self.value()
+        return (id(value), num_writes(value)) if isinstance(value, Tensor) else value
+
+
+class PythonNumbers:
+    """The numbers that a model and its loss may read."""
+
+    def __init__(self, model: nn.Module, loss: Any = None) -> None:
+        self._model = model
+        # one that stands for another (`torch.compile`) has no mode of its own
+        self._modes = [vars(module) for module in model.modules() if _MODE in vars(module)]
+        self._last_modes = self._modes_in_training()
+        places: dict[tuple[int, str], _Place] = {}
+        for place in (*_of_model(model), *_of_loss(loss)):
+            places.setdefault((id(place.holder), place.key), place)
+        self._places = list(places.values())
+
+    def _modes_in_training(self) -> Numbers:
+        """Modes of all modules when the model is in training mode."""
+        before = [each[_MODE] for each in self._modes]
+        if not self._model.training:
+            self._model.train()  # a model's own method may leave some modules in eval mode
+        modes = tuple([each[_MODE] for each in self._modes])
+        for each, mode in zip(self._modes, before, strict=True):
+            each[_MODE] = mode
+        return modes
+
+    def now(self, in_training: bool) -> Numbers:
+        """All numbers as they are. In evaluation every module is in eval mode."""
+        numbers = [place.read() for place in self._places]
+        if not in_training:
+            return tuple(numbers)
+        if self._model.training:  # else `engine.step` sets the mode, as it was before
+            self._last_modes = tuple([each[_MODE] for each in self._modes])
+        return (*numbers, *self._last_modes)
+
+    def difference(self, before: Numbers, after: Numbers) -> str | None:
+        """The first number that changed, for messages."""
+        for place, old, new in zip(self._places, before, after, strict=False):
+            if old is not new and old != new:
+                if isinstance(new, tuple):
+                    return f"the tensor {place.name} was changed"
+                return f"{place.name} is {new}, and was {old}"
+        if before != after:
+            return "a module is in another mode (train or eval)"
+        return None
+
+    def is_tensor_changed(self, before: Numbers, after: Numbers) -> bool:
+        """Whether a tensor was written to: graphs may hold its very memory, and look alike then."""
+        pairs = zip(self._places, before, after, strict=False)
+        return any(isinstance(new, tuple) and old != new for _, old, new in pairs)
+
+    def leave_out(self, before: Numbers, after: Numbers) -> Callable[[Numbers], Numbers]:
+        """Looks no more at the numbers that changed: no operation depends on them. Gives what makes
+        numbers of before those that are looked at from now on.
+        """
+        stays = [
+            old is new or old == new
+            for _, old, new in zip(self._places, before, after, strict=False)
+        ]
+        self._places = [
+            place for place, is_left in zip(self._places, stays, strict=True) if is_left
+        ]
+
+        def shortened(numbers: Numbers) -> Numbers:
+            own = [each for each, is_left in zip(numbers, stays, strict=False) if is_left]
+            return (*own, *numbers[len(stays) :])
+
+        return shortened
+
+
+# ---- where numbers are
+
+
+def _of_model(model: nn.Module) -> Iterator[_Place]:
+    functions: dict[int, FunctionType] = {}
+    for prefix, module in model.named_modules():
+        named = _attributes_named(type(module))
+        for name, value in vars(module).items():
+            if name != _MODE and name in named and isinstance(value, _KINDS):
+                yield _Place(f"{prefix}.{name}" if prefix else name, vars(module), name)
+        for function in _own_methods(type(module)):
+            functions[id(function)] = function
+    for function in functions.values():
+        yield from _of_function(function, DEEPEST)
+
+
+def _of_loss(loss: Any) -> Iterator[_Place]:
+    if isinstance(loss, nn.Module):
+        yield from _of_model(loss)
+    elif isinstance(loss, functools.partial):
+        yield from _of_loss(loss.func)
+        for value in (*loss.args, *loss.keywords.values()):
+            yield from _of_object("the loss", value, None)  # what it does with them is not known
+    elif isinstance(loss, MethodType):
+        yield from _of_loss(loss.__func__)
+        if isinstance(loss.__func__, FunctionType) and _is_own(loss.__func__.__code__):
+            names = frozenset(attribute_names(loss.__func__.__code__))
+            yield from _of_object(type(loss.__self__).__name__, loss.__self__, names)
+    elif isinstance(loss, FunctionType):
+        yield from _of_function(loss, DEEPEST)
+
+
+def _of_function(function: FunctionType, depth: int) -> Iterator[_Place]:
+    """Numbers that a function of the user's own names, and those that it calls."""
+    code = function.__code__
+    if not depth or not _is_own(code):
+        return
+    attributes = frozenset((*attribute_names(code), *_strings(code)))
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
+    read = [_Place(f"{name} of {function.__name__}", cell, name) for name, cell in cells]
+    for name in global_names(code):
+        if name in function.__globals__:
+            module = function.__globals__.get("__name__", "")
+            read.append(_Place(f"{module}.{name}", function.__globals__, name))
+    for place in read:
+        value = place.value()
+        if isinstance(value, (*_KINDS, Tensor)):
+            yield place
+        elif isinstance(value, FunctionType):
+            yield from _of_function(value, depth - 1)
+        else:
+            yield from _of_object(place.name, value, attributes)
+
+
+def _of_object(name: str, value: Any, attributes: frozenset[str] | None) -> Iterator[_Place]:
+    """Numbers that an object or a dict holds. `attributes`: names and keys in the code; None: all
+    of them count.
+    """
+    if isinstance(value, (nn.Module, type)):
+        return
+    holder = value if type(value) is dict else getattr(value, "__dict__", None)
+    if not isinstance(holder, dict):
+        return
+    for key in holder if attributes is None else attributes & holder.keys():
+        if isinstance(key, str) and isinstance(holder[key], _KINDS):
+            yield _Place(f"{name}.{key}", holder, key)
+
+
+def _strings(code: CodeType) -> Iterator[str]:
+    """Strings in a function or one inside of it, which may be keys of a dict."""
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _strings(constant)
+
+
+def _is_own(code: CodeType) -> bool:
+    return kind_of(code.co_filename) == "own"
+
+
+@functools.cache
+def _attributes_named(cls: type) -> frozenset[str]:
+    """What methods of a class look up by name, on whatever object."""
+    found: set[str] = set()
+    for function in _methods(cls):
+        found.update(attribute_names(function.__code__))
+    return frozenset(name for name in found if not name.startswith("_"))
+
+
+def _own_methods(cls: type) -> list[FunctionType]:
+    return [function for function in _methods(cls) if _is_own(function.__code__)]
+
+
+@functools.cache
+def _methods(cls: type) -> tuple[FunctionType, ...]:
+    """The functions of a class and its parents that a forward may call."""
+    found: list[FunctionType] = []
+    for each in cls.__mro__:
+        if each in (nn.Module, object):
+            continue
+        members: Mapping[str, Any] = vars(each)
+        for name, member in members.items():
+            function = (
+                member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+            )
+            if isinstance(function, property):
+                function = function.fget
+            if isinstance(function, FunctionType) and name not in _NOT_IN_FORWARD:
+                found.append(function)
+    return tuple(found)
