@@ -131,11 +131,12 @@ class PythonNumbers:
 def _of_model(model: nn.Module) -> Iterator[_Place]:
     functions: dict[int, FunctionType] = {}
     for prefix, module in model.named_modules():
-        named = _attributes_named(type(module))
+        cls: type = type(module)
+        named = _attributes_named(cls)
         for name, value in vars(module).items():
             if name != _MODE and name in named and isinstance(value, _KINDS):
                 yield _Place(f"{prefix}.{name}" if prefix else name, vars(module), name)
-        for function in _own_methods(type(module)):
+        for function in _own_methods(cls):
             functions[id(function)] = function
     for function in functions.values():
         yield from _of_function(function, DEEPEST)
