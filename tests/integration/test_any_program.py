@@ -497,11 +497,31 @@ def with_function(function: Callable[[Tensor], Tensor]) -> Callable[[], nn.Modul
     return lambda: WithFunction(function)
 
 
+class ByNumber(torch.autograd.Function):
+    """Its backward looks at the number of samples: in parts it is another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * gradient.shape[0]
+
+
+def by_number(x: Tensor) -> Tensor:
+    return ByNumber.apply(x)
+
+
 TRANSFORM = r"`torch\.func` transform"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "packed sequence": (with_function(packed), "the padded batch"),
     "gradient inside": (GradientInside, r"torch\.autograd\.grad"),
     "torch.func.grad": (with_function(torch.func.grad(lambda x: x.square().sum())), TRANSFORM),
+    "backward that counts samples": (
+        with_function(by_number),
+        "looks at other samples or at their",
+    ),
     "vmap": (with_function(torch.func.vmap(lambda x: x * x.sum())), TRANSFORM),
 }
 

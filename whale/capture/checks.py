@@ -30,6 +30,7 @@ from whale.capture.check_runs import (
 )
 from whale.capture.clean import Capture
 from whale.capture.export import Task
+from whale.capture.functions import NAMESPACE
 from whale.capture.graph import CapturedGraph, user_line
 from whale.capture.guards import refuse
 from whale.capture.lengths import LEAST, NotSymbolic, conditions_of
@@ -43,6 +44,8 @@ from whale.operations.table import is_random
 
 NUM_EAGER_SAMPLES = 2
 PARTS = (1, 3)
+FUNCTION_ROUNDING = 100.0
+"""times the rounding of a loss that sums of gradients may differ by"""
 SEED = 0
 TINY = 1e-30
 """smallest loss that a difference is divided by"""
@@ -371,7 +374,61 @@ def compare_parts(
             f'Whale did not see ({terms}). Try: "num_micro_batch": 1 on one device, or accept it '
             'with "loss_per_micro_batch": true'
         )
+    _refuse_mixing_backward(captured_model, model, tensors)
     return None
+
+
+def _refuse_mixing_backward(
+    captured_model: CapturedModel, model: torch.nn.Module, tensors: Sequence[Tensor]
+) -> None:
+    """Raises when gradients of parts do not add up although losses do: the backward that the user
+    wrote for a `torch.autograd.Function` looks at other samples, or at their number.
+    """
+    nodes = captured_model.captured.compute_nodes()
+    written = [node for node in nodes if str(node.target).startswith(NAMESPACE)]
+    trained = [each for each in model.parameters() if each.requires_grad]
+    if not written or not trained:
+        return
+    layout = captured_model.capture.layout
+    every = layout.samples(tensors, 0, sum(PARTS))
+    with torch.no_grad():
+        whole = _whole_values(captured_model, model, every)
+    buffers = BuffersBefore(model)
+    expected = _gradient_of(captured_model, model, [*every, *whole], trained)
+    got = torch.zeros_like(expected)
+    start = 0
+    for size in PARTS:
+        part = layout.samples(tensors, start, start + size)
+        got += _gradient_of(captured_model, model, [*part, *whole], trained)
+        start += size
+    buffers.restore()
+    difference = float((expected - got).abs().max() / expected.abs().max().clamp_min(1e-300))
+    if difference > FUNCTION_ROUNDING * _limit(captured_model.captured):
+        raise ValueError(
+            f"the gradients of {sum(PARTS)} samples differ from the sum of those of {PARTS[0]} and "
+            f"{PARTS[1]} by {difference:.1e} of the largest: the backward of a "
+            f"torch.autograd.Function ({user_line(written[0])}) looks at other samples or at their "
+            "number, and no part of the mini-batch has those of the others. Try: a backward that "
+            "treats every sample by itself"
+        )
+
+
+def _gradient_of(
+    captured_model: CapturedModel,
+    model: torch.nn.Module,
+    inputs: list[Tensor],
+    trained: Sequence[Tensor],
+) -> Tensor:
+    """Gradients of the terms of the loss, all in one row."""
+    values = run_graph(captured_model.captured, model, inputs, quiet=True)
+    terms = [term for term in values[: captured_model.num_terms] if term.requires_grad]
+    found = torch.autograd.grad(sum(terms), trained, allow_unused=True) if terms else ()  # type: ignore[arg-type]
+    rows = []
+    for gradient in found:
+        if gradient is not None:
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            rows.append(torch.view_as_real(dense) if dense.is_complex() else dense)
+    return torch.cat([row.double().flatten() for row in rows]) if rows else torch.zeros(1).double()
 
 
 def _why_not_comparable(captured_model: CapturedModel, num_samples: int) -> str | None:
