@@ -182,19 +182,6 @@ BENCHMARKS = (
         "even shards (FSDP2's rule), by the same account of memory",
     ),
     Benchmark(
-        "found_plans",
-        EMULATED,
-        "Plans that the search found on five clusters: emulated against predicted step",
-        "the simulation of the same plan",
-        at_most=True,
-    ),
-    Benchmark(
-        "searched_seeds",
-        PREDICTED,
-        "Searched plans for the models of the Whale paper, times faster",
-        "the annotated plans of the paper, by the same simulation",
-    ),
-    Benchmark(
         "offload",
         PREDICTED,
         "Optimizer states or activations on the host, step as a part of what is allowed",
