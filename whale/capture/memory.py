@@ -82,7 +82,7 @@ class Memory:
         for prefix, owner in _outside(model):
             self._places.append(_Namespace(prefix, owner, is_outside=True))
             for leaf, value in list(vars(owner).items()):
-                if leaf not in _NAMES_OF_PYTHON:
+                if leaf not in _NAMES_OF_PYTHON and not _keeps_nothing(value):
                     self._places += _places_outside(_join(prefix, leaf), value, seen)
 
     def changed(self) -> dict[str, Change]:
@@ -419,6 +419,19 @@ def _places_outside(name: str, value: Any, seen: set[int]) -> Iterator[_Place]:
         if left > 1:
             # a script may hold millions of numbers in a list
             waiting += [(item, left - 1) for item in inside if type(item) not in _PLAIN]
+
+
+def _keeps_nothing(value: Any) -> bool:
+    """Whether it is one of the many names of a package that `_places_outside` finds nothing at: a
+    class, a module, a plain function, a number. A package has tens of thousands of them.
+    """
+    kind = type(value)
+    if kind is FunctionType:
+        held = value.__closure__ or value.__defaults__ or value.__kwdefaults__
+        return not held and not _is_own((value.__module__ or "").partition(".")[0])
+    if kind is staticmethod or kind is classmethod:
+        return False
+    return kind in _PLAIN or issubclass(kind, _OPAQUE)
 
 
 def _places_of_module(name: str, module: nn.Module, seen: set[int]) -> Iterator[_Place]:
