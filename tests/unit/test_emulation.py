@@ -321,7 +321,7 @@ def test_an_invalid_run_is_called_invalid(tmp_path: Path) -> None:
     assert (
         words.startswith("INVALID: 2 of 50 actions (4.0 %)")
         and "F0.1 on rank 0, 30.0 ms late" in words
-        and "--stretch 21" in words
+        and "--stretch 42" in words  # twice 7 x 3
     )
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from whale.cli.options import (
     FAILED,
@@ -69,8 +68,9 @@ def run(
     _launch(script, arguments or [], num_ranks, restarts)
     if emulate is not None:
         from whale.report.rehearsal import print_rehearsal
+        from whale.report.tables import wide_console
 
-        if not print_rehearsal(_emulation_folder(), Console()):
+        if not print_rehearsal(_emulation_folder(), wide_console()):
             raise typer.Exit(FAILED)
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from whale.plans.blocks import Memory
 from whale.report.plan_page import Cell, Figure, Sheet
 from whale.report.svg import render
-from whale.report.tables import ON_MEMORY, add_row, make_table, memories_beside
+from whale.report.tables import ON_MEMORY, add_row, make_table, memories_beside, wide_console
 from whale.search.advice import Advice, Change
 from whale.units import human_bytes, human_rate, human_seconds
 
@@ -74,7 +74,7 @@ def left_out_text(advice: Advice) -> str:
 
 def print_advice(advice: Advice, console: Console | None = None) -> None:
     """Prints the tables."""
-    console = console or Console()
+    console = console or wide_console()
     beside = _memories_beside(advice)
     plans = make_table(
         "The best plans of different kinds (memory: of the fullest device)",

@@ -25,6 +25,7 @@ from whale.report.tables import (
     memory_table,
     prediction,
     sharding_tables,
+    wide_console,
     work_table,
 )
 from whale.scheduling.action import Schedule
@@ -72,11 +73,8 @@ def replicas_of(view: Plan) -> str:
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Prints the plan; without a terminal it is 120 columns wide and has no colours."""
-    if console is None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=120)
+    """Prints the plan, at least 120 columns wide; without a terminal it has no colours."""
+    console = console or wide_console()
     console.print(render_plan(plan))
 
 

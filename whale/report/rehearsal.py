@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -240,9 +241,12 @@ def _verdict(rehearsal: Rehearsal) -> str:
     worst = f"the worst was {action} on rank {rank}, {human_seconds(late_s)} late"
     if rehearsal.is_valid:
         return f"valid: {counted}; {worst}"
-    enough = rehearsal.factor * max(record.worst_ratio for record in rehearsal.records)
+    # twice the worst of this run: the next one has other moments in which the machine is busy
+    enough = math.ceil(2 * rehearsal.factor * max(each.worst_ratio for each in rehearsal.records))
+    others = "" if rehearsal.is_stub else ", or take stub chunks (--stub)"
+    losses = "" if rehearsal.is_stub else " Only the times do not count: the losses are right."
     return (
         f"INVALID: {counted}, more than {100 * MOST_OVERRUNS:.0f} %; {worst}. This machine is too "
-        "slow or too busy for these times: stretch them more (--stretch "
-        f"{enough:.4g}){'' if rehearsal.is_stub else ', or take stub chunks (--stub)'}"
+        f"slow or too busy for these times.{losses} Try: stretch them more (--stretch {enough})"
+        f"{others}"
     )

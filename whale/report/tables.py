@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -34,6 +34,18 @@ OperationRow = tuple[str, str, str, str, str]
 
 
 # ---- how tables look
+
+
+LEAST_WIDTH = 120
+"""columns: in narrower tables rank and device would be squeezed out"""
+
+
+def wide_console() -> Console:
+    """The console for tables: as wide as the terminal, and at least `LEAST_WIDTH` columns. A narrow
+    terminal breaks long lines itself.
+    """
+    console = Console()
+    return console if console.width >= LEAST_WIDTH else Console(width=LEAST_WIDTH)
 
 
 def make_table(title: str, words: Sequence[str], numbers: Sequence[str] = ()) -> Table:

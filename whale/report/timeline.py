@@ -11,7 +11,13 @@ from rich.text import Text
 
 from whale.plans.plan import Plan
 from whale.report.plan_table import summary
-from whale.report.tables import memory_table, num_devices_shown, prediction, work_table
+from whale.report.tables import (
+    memory_table,
+    num_devices_shown,
+    prediction,
+    wide_console,
+    work_table,
+)
 from whale.simulation.timeline import ALL_REDUCE, Timeline
 
 Event = tuple[str, float, float]
@@ -57,11 +63,8 @@ def _mark(name: str) -> str:
 
 
 def print_timeline(plan: Plan, timeline: Timeline, console: Console | None = None) -> None:
-    """Prints the step; without a terminal 120 columns wide and without colours."""
-    if console is None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=120)
+    """Prints the step, at least 120 columns wide; without a terminal it has no colours."""
+    console = console or wide_console()
     console.print(Text(summary(plan), style="bold"))
     console.print()
     console.print(prediction(timeline))
