@@ -1,4 +1,6 @@
-"""What is to be planned, and what cannot be cut over devices at all."""
+"""What is to be planned, and what cannot be cut over devices at all: a loss that is no sum over
+samples, buffers that are computed from samples.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How much of each stage is recomputed in backward: as little as memory asks for.
 
 Without limits by memory nothing is. Otherwise three drafts are priced and the one with the shortest
-step is taken:
+step is taken (`PricedCut.choose`):
 
     nothing      where it fits; memory may then give samples to slower devices, or ask for a
                  schedule that has less in flight and waits more
