@@ -60,7 +60,8 @@ def test_hosts_that_do_not_divide_are_left_over(monkeypatch: pytest.MonkeyPatch)
     """Twenty hosts and one: the fewest devices are left over, and no more than one in twenty."""
     monkeypatch.setattr(slices, "MOST_DEVICES", 20)
     cluster = hosts_of(*["fast"] * 21)
-    assert slice_numbers(cluster, 32) == [3, 2]  # 3 x 7 hosts; 2 x 10 and one left over
+    # small slices first: 10 x 2 hosts and one left over, 7 x 3, 3 x 7
+    assert slice_numbers(cluster, 32) == [10, 7, 3]
     assert Slices.of(cluster, 3).left_over == ()
     assert Slices.of(cluster, 2).left_over == (40, 41)
     assert slice_numbers(hosts_of(*["fast"] * 11), 2) == []  # 2 x 5 leave more than that
@@ -71,6 +72,7 @@ def test_the_plan_says_what_was_searched_and_what_is_left_over(
 ) -> None:
     """Five hosts that are alike in two slices: one host is in neither. 31 samples do not divide."""
     monkeypatch.setattr(slices, "MOST_DEVICES", 5)
+    monkeypatch.setattr(slices, "SLICE_PARTS", (1,))
     monkeypatch.setattr(slices, "LEAST_USED", 0.8)
     monkeypatch.setitem(KINDS, "fast", replace(KINDS["fast"], memory_bytes=400_000))
     cluster = hosts_of(*["fast"] * 5)

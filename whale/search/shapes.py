@@ -30,6 +30,9 @@ STAGE_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """stages of one class that are tried in a long line"""
 FEW_PARTS = 6
 """devices of a cluster: of so many all parts are looked at, not only whole classes"""
+MOST_LEFT_ALONE = 64
+"""devices of a cluster: of so many one alone may be left out; of more, one changes little
+"""
 MOST_SHAPES = 20_000
 """so many are enumerated at most"""
 
@@ -191,15 +194,16 @@ def _even_compositions(runs: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def subsets(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Devices that could train without the others: all but one class, all but one host, all but one
-    device of a class, each once; the largest first.
+    """Devices that could train without the others: all but one class, all but one host, on up to
+    `MOST_LEFT_ALONE` all but one device of a class, each once; the largest first.
     """
     everything = set(range(cluster.num_devices))
     if len(everything) <= FEW_PARTS:
         return _all_subsets(cluster)
     classes = device_classes(cluster)
-    left_out: list[set[int]] = [set(each.ranks[-1:]) for each in classes]
-    left_out += [set(each.ranks) for each in classes]
+    left_out: list[set[int]] = [set(each.ranks) for each in classes]
+    if len(everything) <= MOST_LEFT_ALONE:
+        left_out += [set(each.ranks[-1:]) for each in classes]
     if len(cluster.hosts) <= MOST_CLASSES:
         for host in cluster.hosts:
             left_out.append({each.rank for each in cluster.devices if each.host == host})

@@ -11,6 +11,7 @@ says so. The search takes as long for ten thousand devices as for a thousand; wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
     from whale.search.search import Search
 
 MOST_DEVICES = 1024
-"""of a slice; clusters with more are sliced"""
+"""of a cluster that is searched as a whole; those with more are sliced"""
+SLICE_PARTS = (4, 2, 1, 0.5)
+"""slices have at most `MOST_DEVICES` divided by this: small ones first, since what a search enumerates
+grows with the devices of a slice, larger ones for models that do not fit on those
+"""
 NEAR = 1.05
 """plans of a slice that take at most so many times the best are repeated as well, where a draft takes
 long: all-reduces over more ranks may change which is the best
@@ -106,9 +111,8 @@ def _hosts_alike(cluster: Cluster) -> list[list[tuple[int, ...]]]:
 
 
 def slice_numbers(cluster: Cluster, batch_size: int) -> list[int]:
-    """Into how many slices a cluster may be cut: first into those that are small enough, then into
-    larger ones, for models that do not fit on those. Empty: the cluster is small, or its hosts are
-    not alike.
+    """Into how many slices a cluster may be cut: into small ones first, then into larger ones, for
+    models that do not fit on those. Empty: the cluster is small, or its hosts are not alike.
     """
     if cluster.num_devices <= MOST_DEVICES or cluster.pair_links:
         return []
@@ -118,12 +122,12 @@ def slice_numbers(cluster: Cluster, batch_size: int) -> list[int]:
         """Devices in so many slices."""
         return sum(hosts // number * number * devices for hosts, devices in sorts)
 
-    fewest = -(-cluster.num_devices // MOST_DEVICES)
-    found = []
-    for numbers in (range(fewest, 2 * fewest), range(-(-fewest // 2), fewest)):
-        own = [number for number in numbers if 1 < number <= batch_size]
+    found: list[int] = []
+    for part in SLICE_PARTS:
+        fewest = math.ceil(cluster.num_devices * part / MOST_DEVICES)
+        own = [number for number in range(fewest, 2 * fewest) if 1 < number <= batch_size]
         best = max(own, key=lambda each: (used(each), batch_size % each == 0, -each), default=0)
-        if best and used(best) >= LEAST_USED * cluster.num_devices:
+        if best and best not in found and used(best) >= LEAST_USED * cluster.num_devices:
             found.append(best)
     return found
 
