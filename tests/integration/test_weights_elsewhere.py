@@ -1,6 +1,6 @@
 """Weights that are not always here (ZeRO-3, offload), read in ways that are easily missed: by an
-operation with several results of which the loss uses one, through lists of views, and by operations
-in whose backward a region is recomputed.
+operation with several results of which the loss uses one, through lists of views, by operations in
+whose backward a region is recomputed, and as results of a stage that are weights themselves.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ WIDTH = 6
 NUM_SAMPLES = 4
 NUM_STEPS = 3
 HOST = {"offload": {"weights": "host"}}
+TWO_STAGES = {"num_task_graph": 2, "num_micro_batch": 2}
 
 
 class LastState(nn.Module):
@@ -75,6 +76,32 @@ class Branches(nn.Module):
         return result
 
 
+class HandsOn(nn.Module):
+    """A view of the first weight that waits until the end, in another stage where there are two; a
+    bias that a buffer gets. Both blocks have lost their slots by then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2 * WIDTH, 2 * WIDTH) for _ in range(8))
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = self.layers[0].weight[0]
+        self.seen.copy_(self.layers[0].bias.detach())
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x + row
+
+
+class GivesWeights(HandsOn):
+    """Two weights are results of the model."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), self.layers[0].weight[:2], self.layers[1].weight
+
+
 BRANCHES = {"first": (1,), "middle": (2,), "last": (4,), "two": (1, 2)}
 """which layers of the region have a backward"""
 
@@ -86,6 +113,8 @@ def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name in BRANCHES:
         return Branches(BRANCHES[name]).double()
+    if name == "hands on":
+        return HandsOn().double()
     if name in ("unbind", "chunk"):
         layers: list[nn.Module] = [Packed(factor, name == "chunk") for factor in FACTORS]
     else:
@@ -134,6 +163,8 @@ def train_locally(name: str) -> dict[str, Tensor]:
         ("two", 1, HOST),
         ("first", 2, {"zero": 3}),
         ("last", 2, {"zero": 3}),
+        ("hands on", 1, HOST),
+        ("hands on", 2, {"strategy": "auto", **TWO_STAGES, **HOST}),
         pytest.param("gru", 2, {"zero": 3}, marks=pytest.mark.slow),
         pytest.param("unbind", 1, {"offload": {"weights": "disk"}}, marks=pytest.mark.slow),
         pytest.param("chunk", 2, {"zero": 3, "recompute": True}, marks=pytest.mark.slow),
@@ -146,3 +177,30 @@ def test_backward_finds_its_weights(
     state = run_ranks(train, num_ranks, name, settings)[0]
     for key, value in train_locally(name).items():
         torch.testing.assert_close(state[key], value, rtol=1e-10, atol=1e-10)
+
+
+def outputs_of() -> tuple[Any, Any]:
+    """What a step and an evaluation give."""
+    wh.init({"strategy": "data", **HOST})
+    torch.manual_seed(0)
+    model = GivesWeights().double()
+    engine = wh.parallelize(
+        model, batch(0), optimizer=sgd, loss=lambda outputs, x: mean_square(outputs[0], x)
+    )
+    stepped = engine.step(batch(0), outputs=True).outputs
+    evaluated = engine.evaluate(batch(0), outputs=True).outputs
+    engine.close()
+    return stepped, evaluated
+
+
+def test_results_of_the_model_that_are_weights() -> None:
+    torch.manual_seed(0)
+    model = GivesWeights().double()
+    optimizer = sgd(model.named_parameters())
+    for got in outputs_of():
+        wanted = model(batch(0))
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, other.detach(), rtol=1e-10, atol=1e-10)
+        optimizer.zero_grad()
+        mean_square(wanted[0], batch(0)).backward()
+        optimizer.step()

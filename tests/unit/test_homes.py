@@ -144,6 +144,28 @@ def test_optimizers_step_as_ever(
             ), key
 
 
+@pytest.mark.parametrize("at_home", [False, True])
+def test_states_that_come_late_behind_a_checkpoint(at_home: bool, tmp_path: Path) -> None:
+    """Its block has room for them from before: what is there moves, and is not written over."""
+    other = model()
+    parameters = list(other.parameters())[:2]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    block = StateBlock(tuple(parameters), maker_in(tmp_path).home("host"), at_home)
+    states = OffloadedStates(optimizer, [block], DEVICE)
+    first, second = parameters
+    first.grad = torch.ones_like(first)
+    second.grad = torch.ones_like(second)
+    states.step()
+    for _ in states.loaded_in_portions():  # of a step before the first one had a gradient
+        optimizer.state.clear()
+        optimizer.state[second]["momentum_buffer"] = torch.full_like(second, 2.0)
+    second.grad = torch.zeros_like(second)
+    states.step()
+    states.expand()
+    assert optimizer.state[second]["momentum_buffer"].tolist() == [1.8] * second.numel()
+    assert optimizer.state[first]["momentum_buffer"].tolist() == torch.ones_like(first).tolist()
+
+
 class Foreign(torch.optim.SGD):
     """An optimizer that nobody knows."""
 

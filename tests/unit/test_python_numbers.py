@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import whale as wh
 from tests.exactness import run_loss
+from whale.capture.python_numbers import PythonNumbers
 
 WIDTH = 6
 DOUBLE = torch.float64
@@ -153,6 +154,23 @@ def test_the_next_step_has_the_new_number(
     assert sum("captured again whenever" in record.message for record in caplog.records) == 1
     as_in_the_beginning()
     assert losses == pytest.approx(local_losses(change), rel=1e-12)
+
+
+def test_a_tensor_is_not_taken_for_one_that_is_gone() -> None:
+    """Python gives the memory, and so the `id`, of what is gone to the next object."""
+
+    def with_tensor(output: Tensor, x: Tensor) -> Tensor:
+        return output.square().mean() * factor.item()
+
+    factor: Any = torch.ones(())
+    numbers = PythonNumbers(Net(), with_tensor)
+    before = numbers.now(in_training=True)
+    assert numbers.now(in_training=True) == before
+    first = id(factor)
+    factor = None
+    others = [torch.zeros(()) for _ in range(1000)]
+    (factor,) = (each for each in others if id(each) == first)
+    assert numbers.now(in_training=True) != before
 
 
 def test_a_variable_of_a_closure() -> None:

@@ -52,6 +52,18 @@ def plain(root: nn.Module) -> GraphModule:
     return GraphModule(root, graph)
 
 
+def taken_early(root: nn.Module) -> GraphModule:
+    """A view of a, which others have taken the buffer of when it leaves."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    a, b, c = (graph.get_attr(name) for name in NAMES)
+    turned = graph.call_function(torch.t, (a,))
+    for weight in (a, b, c):
+        x = graph.call_function(torch.mm, (x, weight))
+    graph.output((x, turned))
+    return GraphModule(root, graph)
+
+
 def with_region(root: nn.Module) -> GraphModule:
     """The same with the last two products in a region that is recomputed, which also hands on the
     view of its weight.
@@ -103,8 +115,9 @@ def results(module: GraphModule, root: nn.Module) -> list[Tensor]:
     ("build", "announced"),
     [
         (plain, [(0,), (1,), (2,)]),
-        (with_region, [(0,), (2,), (1,), (2,)]),
-        (with_side_branch, [(0,), (1,), (2,)]),
+        (taken_early, [(0,), (1,), (2,)]),
+        (with_region, [(0,), (2,), (1,), (2,), (2,)]),
+        (with_side_branch, [(0,), (1,), (2,), (2,)]),
     ],
 )
 def test_readers_find_their_weights_in_forward_and_backward(

@@ -5,6 +5,7 @@ them, and that they use what was there when they were queued.
 from __future__ import annotations
 
 import random
+import signal
 import threading
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,8 @@ from whale.runtime.updates_ahead import (
     UpdatesAhead,
 )
 
+PATIENCE_S = 600.0
+"""a test that needs so long hangs"""
 AT_HOME = {"weights": "host", "optimizer": "host", "gradients": "host"}
 
 
@@ -172,6 +175,28 @@ def test_an_update_that_fails_is_said_by_whoever_waits() -> None:
     ahead.begin(0, ["a"], lambda: done.append(3))
     ahead.close()
     assert done == [0, 3]
+
+
+def test_an_update_is_waited_for_again_after_ctrl_c() -> None:
+    """Whoever saves the model then, which scripts do, must not read a block that is being written."""
+    ahead = UpdatesAhead(rank=0)
+    gate = threading.Event()
+    done = []
+
+    def slow() -> None:
+        assert gate.wait(PATIENCE_S)
+        done.append(0)
+
+    ahead.begin(0, ["a"], slow)
+    here = threading.get_ident()
+    threading.Timer(0.2, lambda: signal.pthread_kill(here, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        ahead.wait(0)
+    assert not done
+    threading.Timer(0.2, gate.set).start()
+    ahead.wait_for_all()
+    assert done == [0]
+    ahead.close()
 
 
 def test_blocks_are_brought_once_and_when_they_are_needed() -> None:

@@ -136,6 +136,44 @@ def test_blocks_come_one_ahead_and_once_each_way() -> None:
     assert home.fetched == [0, 1, 2, 3, 1, 0]
 
 
+class BrokenOnce(CountingHome):
+    """One fetch fails, when it begins or when it is waited for."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.is_broken = False
+
+    def begin_fetch(self, block: int, buffer: Tensor) -> CountingHome:
+        if self.is_broken and self.where == "begin":
+            raise KeyboardInterrupt
+        super().begin_fetch(block, buffer)
+        if self.is_broken:
+            buffer.fill_(-1)
+        return self
+
+    def wait(self) -> None:
+        if self.is_broken:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["begin", "wait"])
+def test_a_block_whose_fetch_failed_is_fetched_again(where: str) -> None:
+    """By a script that catches Ctrl-C, or an error, and continues."""
+    home = BrokenOnce(where)
+    pool = Pool([4, 4], [0, 0], [torch.float32] * 2, "cpu")
+    residence = Residence(pool, home)
+    residence.begin([(0,), (1,)])
+    residence.need(0)
+    home.is_broken = True
+    with pytest.raises(KeyboardInterrupt):
+        residence.need(1)
+    home.is_broken = False
+    residence.begin([(1,)])
+    residence.need(1)
+    assert pool.buffer(1).tolist() == [1.0] * 4
+
+
 def test_recomputed_regions_run_forward_again() -> None:
     uses = [Use((0,), None), Use((1,), 0), Use((2,), 0), Use((3,), None)]
     assert backward_uses(uses) == [(3,), (1,), (2,), (2,), (1,), (0,)]

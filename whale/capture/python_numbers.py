@@ -13,6 +13,7 @@ other objects than these, and what installed packages keep.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType
@@ -55,7 +56,22 @@ class _Place:
     def read(self) -> Any:
         """The number; of a tensor which one it is and how often it was written to."""
         value = self.value()
-        return (id(value), num_writes(value)) if isinstance(value, Tensor) else value
+        return _Written(value) if isinstance(value, Tensor) else value
+
+
+class _Written:
+    """A tensor as it is now. Not by its `id`: that of one that is gone may be another's."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._num_writes = num_writes(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Written):
+            return NotImplemented
+        tensor = self._tensor()
+        is_same = tensor is not None and tensor is other._tensor()
+        return is_same and self._num_writes == other._num_writes
 
 
 class PythonNumbers:
@@ -94,7 +110,7 @@ class PythonNumbers:
         """The first number that changed, for messages."""
         for place, old, new in zip(self._places, before, after, strict=False):
             if old is not new and old != new:
-                if isinstance(new, tuple):
+                if isinstance(new, _Written):
                     return f"the tensor {place.name} was changed"
                 return f"{place.name} is {new}, and was {old}"
         if before != after:
@@ -104,7 +120,7 @@ class PythonNumbers:
     def is_tensor_changed(self, before: Numbers, after: Numbers) -> bool:
         """Whether a tensor was written to: graphs may hold its very memory, and look alike then."""
         pairs = zip(self._places, before, after, strict=False)
-        return any(isinstance(new, tuple) and old != new for _, old, new in pairs)
+        return any(isinstance(new, _Written) and old != new for _, old, new in pairs)
 
     def leave_out(self, before: Numbers, after: Numbers) -> Callable[[Numbers], Numbers]:
         """Looks no more at the numbers that changed: no operation depends on them. Gives what makes

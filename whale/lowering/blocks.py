@@ -17,11 +17,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from whale.compat import StopRecomputation
 
+aten = torch.ops.aten
 Blocks = tuple[int, ...]
 """blocks that one operation reads, in order"""
 
@@ -57,6 +59,10 @@ class Readers:
     """Which operations of a stage read which blocks, and the order of their uses so far."""
 
     of_node: dict[Node, Blocks]
+    lies_in: dict[Node, Blocks] = field(default_factory=dict)
+    """values that nothing but weights went into: the blocks in whose memory they may lie"""
+    leaving: set[Node] = field(default_factory=set)
+    """those of them that leave the stage: at its end their memory may hold other weights"""
     uses: list[Use] = field(default_factory=list)
     region: int | None = None
     last: Blocks | None = None
@@ -70,7 +76,10 @@ class Readers:
         self.last = None
 
     def before(self, graph: Graph, node: Node, residence: Node | None) -> None:
-        blocks = self.of_node.get(node, ())
+        self.bring(graph, self.of_node.get(node, ()), residence)
+
+    def bring(self, graph: Graph, blocks: Blocks, residence: Node | None) -> None:
+        """Puts the call that brings these blocks, unless they are here for certain."""
         if not blocks or residence is None:
             return
         if self.last is None or not set(blocks) <= set(self.last):
@@ -82,6 +91,14 @@ class Readers:
         blocks = self.of_node.get(node, ())
         if blocks and residence is not None and not self.stays:
             graph.call_function(need_in_backward, (residence, blocks, result))
+
+    def own_memory(self, graph: Graph, node: Node, copy: Node) -> Node:
+        """The result of an operation, copied at once where it is one of `leaving`."""
+        if node not in self.leaving:
+            return copy
+        clone = graph.call_function(aten.clone.default, (copy,))
+        clone.meta = dict(copy.meta)
+        return clone
 
 
 def need(residence: Bringer, blocks: Blocks) -> None:
@@ -160,6 +177,7 @@ def readers_of(
     for node in state:
         block = weights.block_of.get(str(node.target))
         behind[node] = () if block is None else (block,)
+    lies_in = dict(behind)
     found: dict[Node, Blocks] = {}
     for node in operations:
         sources = _tensor_sources(node)
@@ -168,29 +186,12 @@ def readers_of(
             blocks.update(dict.fromkeys(behind.get(source, ())))
         if all(source in behind for source in sources):
             behind[node] = tuple(blocks)
+        if sources and all(source in lies_in for source in sources):
+            lies_in[node] = tuple(sorted(blocks))
         if blocks:
             found[node] = tuple(sorted(blocks))
             refuse_shared_slots(node, found[node], weights)
-    return Readers(found, stays=weights.stays)
-
-
-def from_weights_alone(node: Node, readers: Readers | None, state: Iterable[Node]) -> bool:
-    """Whether a value may lie in the memory of a block: nothing but weights went into it."""
-    if readers is None:
-        return False
-    own = set(state)
-    waiting = [node]
-    seen: set[Node] = set()
-    while waiting:
-        each = waiting.pop()
-        if each in own or each in seen:
-            continue
-        seen.add(each)
-        sources = _tensor_sources(each)
-        if each.op != "call_function" or not sources:
-            return False
-        waiting.extend(sources)
-    return True
+    return Readers(found, lies_in, stays=weights.stays)
 
 
 def _tensor_sources(node: Node) -> list[Node]:

@@ -22,7 +22,6 @@ from whale.lowering.blocks import (
     BlockWeights,
     Readers,
     Use,
-    from_weights_alone,
     readers_of,
     region_contexts,
 )
@@ -191,14 +190,18 @@ def build_chunk(
         graph.create_node("get_attr", _RESIDENCE) if readers is not None else None,
         readers,
     )
-    wanted = {*sent, *outputs, *terms, *(captured.buffer_updates[name] for name in updates)}
-    regions = _copy_operations(graph, part.operations, around.regions, copies, objects, wanted)
+    written = [captured.buffer_updates[name] for name in updates]
+    wanted = dict.fromkeys((*sent, *outputs, *terms, *written))
+    if readers is not None:
+        readers.leaving = {node for node in wanted if readers.lies_in.get(node)}
+    regions = _copy_operations(graph, part.operations, around.regions, copies, objects, set(wanted))
+    if readers is not None:
+        for node in filter(readers.leaving.__contains__, part.state):  # weights themselves
+            readers.bring(graph, readers.lies_in[node], objects.residence)
+            copies[node] = readers.own_memory(graph, node, copies[node])
     results = [copies[node] for node in (*sent, *outputs)]
-    for place, node in enumerate((*sent, *outputs)):
-        if from_weights_alone(node, readers, part.state):  # its memory will hold other weights
-            results[place] = graph.call_function(aten.clone.default, (results[place],))
     results += _sum_of_terms(graph, [copies[node] for node in terms])
-    results += [copies[captured.buffer_updates[name]] for name in updates]
+    results += [copies[node] for node in written]
     graph.output(tuple(results))
     _drop_unused(graph, set(updates))
     if part.received:
@@ -386,6 +389,7 @@ def _copy_run(
         }
         if objects.readers is not None:
             objects.readers.behind(graph, node, copies[node], objects.residence)
+            copies[node] = objects.readers.own_memory(graph, node, copies[node])
     if region_node is not None:
         graph.call_function(exit_autocast, (region_node,))
 

@@ -64,7 +64,7 @@ class _Bringing:
                 block = self.weights.block_of.get(str(node.target))
                 behind[node] = () if block is None else (block,)
             elif node.op == "output":
-                results = self._results(node, behind, is_region=self.readers.region is not None)
+                results = self._results(node, behind, residence)
             elif (region := _region(module, node)) is not None:
                 regions[node] = self._enter(region, node, behind)
             elif node.target is operator.getitem and node.args[0] in regions:
@@ -104,19 +104,25 @@ class _Bringing:
         self.readers.enter(None)
         return found
 
-    @staticmethod
-    def _results(output: Node, behind: Behind, is_region: bool) -> list[Blocks | None]:
+    def _results(self, output: Node, behind: Behind, residence: Node) -> list[Blocks | None]:
         """What results come from. What leaves the stage must not lie in the memory of a block, which
-        will hold other weights.
+        may hold other weights by now, and will hold others.
         """
+        graph = output.graph
         given: list[Node] = list(output.args[0])  # type: ignore[arg-type]
-        if not is_region:
-            with output.graph.inserting_before(output):
-                for place, node in enumerate(given):
-                    if behind.get(node):
-                        given[place] = output.graph.call_function(aten.clone.default, (node,))
-            output.args = (tuple(given),)
-        return [behind.get(node) for node in given]
+        found = [behind.get(node) for node in given]
+        for place, blocks in enumerate(found if self.readers.region is None else ()):
+            node = given[place]
+            if not blocks:
+                continue
+            is_here = node.op == "call_function" and node.target is not operator.getitem
+            if not is_here:  # a weight itself, or a result of a region, which read others behind it
+                with graph.inserting_before(output):
+                    self.readers.bring(graph, blocks, residence)
+            with graph.inserting_after(node) if is_here else graph.inserting_before(output):
+                given[place] = graph.call_function(aten.clone.default, (node,))
+        output.args = (tuple(given),)
+        return found
 
 
 def _region(module: GraphModule, node: Node) -> Recomputed | None:

@@ -301,11 +301,13 @@ class OffloadedStates:
         if not layout.states:
             self._layouts.pop(number, None)
             return
+        home = self._blocks[number].home
+        is_there = self._blocks[number].at_home and number in self._layouts
         pieces = []
         for state in layout.states:
-            tensor = self._optimizer.state[state.parameter][state.key]
-            pieces.append((state.start, bytes_of(tensor.contiguous())))
-        home = self._blocks[number].home
+            tensor = self._optimizer.state[state.parameter][state.key].contiguous()
+            # a copy of what lies in its home: it moves there, over what is still to be moved
+            pieces.append((state.start, bytes_of(tensor.clone() if is_there else tensor)))
         home.begin_store_pieces(number, pieces, layout.num_bytes).wait()
         self._layouts[number] = layout
         self._detach(layout)

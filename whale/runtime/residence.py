@@ -94,9 +94,7 @@ class Residence:
         for block in blocks:
             self._fetch(block)
         for block in blocks:
-            transfer = self._arriving.pop(block, None)
-            if transfer is not None:
-                transfer.wait()
+            self._arrive(block)
             # a store that still reads the slot is over before anybody writes to it
             leaving = self._leaving.pop(self.pool.slot_of[block], None)
             if leaving is not None:
@@ -123,6 +121,18 @@ class Residence:
         self.drain()
         self._here.clear()
 
+    def _arrive(self, block: int) -> None:
+        """Waits for a fetch, if it is not over. What it has left in the slot when that fails, or when
+        Ctrl-C ends the wait, counts for nothing.
+        """
+        transfer = self._arriving.pop(block, None)
+        if transfer is None:
+            return
+        slot = self.pool.slot_of[block]
+        self._here.pop(slot, None)
+        transfer.wait()
+        self._here[slot] = block
+
     def _fetch(self, block: int) -> None:
         """Begins a fetch, unless the block is here or on its way."""
         slot = self.pool.slot_of[block]
@@ -130,11 +140,13 @@ class Residence:
         if before == block:
             return
         if before is not None and before in self._arriving:
-            self._arriving.pop(before).wait()  # began, and was never used
+            self._arrive(before)  # began, and was never used
         if slot in self._leaving:
             self._leaving.pop(slot).wait()
-        self._here[slot] = block
+        # nothing is here if the fetch does not begin: an update that failed, or Ctrl-C
+        self._here.pop(slot, None)
         self._arriving[block] = self.home.begin_fetch(block, self.pool.buffer(block))
+        self._here[slot] = block
         self.num_fetched += 1
 
     def _advance(self, blocks: tuple[int, ...]) -> None:

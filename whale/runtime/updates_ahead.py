@@ -67,9 +67,10 @@ class UpdatesAhead:
         """Returns when the block has its new weights; raises what went wrong, with any block."""
         if self._failed is not None:
             raise self._failed
-        future = self._pending.pop(block, None)
+        future = self._pending.get(block)
         if future is not None:
             future.result()
+            del self._pending[block]  # only now: Ctrl-C may end the wait, and not the update
 
     def wait_for_all(self) -> None:
         """Returns when all blocks have their new weights and states."""
