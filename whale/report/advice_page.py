@@ -115,7 +115,9 @@ def _memories_beside(advice: Advice) -> list[Memory]:
 
 
 def _headings(beside: Sequence[Memory]) -> list[str]:
-    """Of the columns with what plans have beside their devices; none where that is nothing."""
+    """Headings of the columns with what plans have beside their devices; none where that is
+    nothing.
+    """
     return [*(ON_MEMORY[memory] for memory in beside), "moved in a step"] if beside else []
 
 
