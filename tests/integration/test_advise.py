@@ -145,7 +145,7 @@ def test_plan_says_what_the_search_would_give(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ratio", "text"),
-    [(1.02, "2 % slower"), (1.4, "1.4x slower"), (0.5, "2x faster"), (1.001, "the same")],
+    [(1.02, "2 % slower"), (1.4, "1.4 times slower"), (0.5, "2 times faster"), (1.001, "the same")],
 )
 def test_effects_in_words(ratio: float, text: str) -> None:
     assert effect(ratio) == text

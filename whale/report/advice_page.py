@@ -15,7 +15,7 @@ from whale.report.plan_page import Cell, Figure, Sheet
 from whale.report.svg import render
 from whale.report.tables import ON_MEMORY, add_row, make_table, memories_beside, wide_console
 from whale.search.advice import Advice, Change
-from whale.units import human_bytes, human_rate, human_seconds
+from whale.units import compared, human_bytes, human_rate, human_seconds
 
 INTERRUPTED = (
     "Interrupted: these are the best plans so far, and what is missing in the tables was not "
@@ -56,14 +56,12 @@ def _change_json(change: Change) -> dict[str, Any]:
 
 
 def effect(ratio: float, same: str = "the same") -> str:
-    """`2 % slower`, `1.4x slower`, `nothing fits`. `same`: what is said where nothing changes."""
+    """`2 % slower`, `1.4 times slower`, `nothing fits`. `same`: what is said where nothing
+    changes.
+    """
     if not math.isfinite(ratio):
         return "nothing fits"
-    if abs(ratio - 1) < 0.005:
-        return same
-    if ratio > 1:
-        return f"{ratio:.2g}x slower" if ratio >= 1.2 else f"{100 * (ratio - 1):.2g} % slower"
-    return f"{1 / ratio:.2g}x faster" if ratio <= 1 / 1.2 else f"{100 * (1 - ratio):.2g} % faster"
+    return compared(ratio, "slower", "faster", same)
 
 
 def left_out_text(advice: Advice) -> str:
