@@ -5,7 +5,7 @@ The order of the devices decides who runs which stage of which replica (`virtual
 them in order). Three are tried where devices differ, and the one with the fastest simulated step is
 taken (the first, where they tie):
 
-    as given             rank order
+    rank order           as they are numbered
     stage by stage       sorted by memory, then speed; the R fastest run stage 0 of the R replicas,
                          the next stage 1, ... Early stages hold more micro-batches, so they get the
                          larger memories
