@@ -10,7 +10,7 @@ card, which may be left out, never makes a step longer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from whale.cluster.cluster import Cluster, Device, DeviceKind
@@ -130,10 +130,17 @@ class Advice:
 
 
 def advise(
-    problem: Problem, launch: str, progress: Callable[[SearchProgress], None] = lambda _: None
+    problem: Problem,
+    launch: Callable[[Collection[int]], str],
+    progress: Callable[[SearchProgress], None] = lambda _: None,
 ) -> Advice:
-    """Raises ValueError where no plan fits. An interrupt ends it with what is known so far."""
+    """Raises ValueError where no plan fits. An interrupt ends it with what is known so far.
+
+    `launch`: the lines that start a plan in which these ranks take part.
+    """
     own = _own_plan(problem)
+    # a script that says how it is to be cut counts on all devices
+    is_searched = why_fixed(problem) is None and not is_annotated(problem)
     problem = opened_up(problem)
     done = new_search(problem, OpenSettings.of(problem), progress=progress)
     done.run()
@@ -157,13 +164,14 @@ def advise(
             is_interrupted = True
     ranked = asking.ranked()
     step_s = ranked[0].step_s
+    taking_part = ranked[0].plan.ranks if is_searched else range(problem.cluster.num_devices)
     return Advice(
         plans=ranked,
         without=tuple(replace(each, ratio=max(1.0, each.ratio / step_s)) for each in without),
         changes=tuple(replace(each, ratio=min(1.0, each.ratio / step_s)) for each in changes),
         left_out=tuple(_left_out(problem.cluster, ranked[0].plan)),
         precision=tuple(precision_notes(problem)),
-        launch=launch,
+        launch=launch(taking_part),
         is_interrupted=is_interrupted,
     )
 
