@@ -83,6 +83,31 @@ def test_advise_gives_the_same_numbers_as_table_json_and_page(tmp_path: Path) ->
         "# b needs no start: the plan leaves all of its devices out",
     ]
     assert "# b needs no start" in result.output
+    one = tmp_path / "one.json"
+    words = ["plan", "-n", "1", "--cluster", cluster, "--json", str(one), script]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    alone = data["alone"]
+    assert (alone["rank"], alone["device"], alone["kind"]) == (0, "quick", "one card alone")
+    assert alone["step_s"] == pytest.approx(json.loads(one.read_text())["step_s"])
+    assert "than the best card alone, quick (rank 0)" in result.output
+
+
+@pytest.mark.slow
+def test_a_model_that_no_card_holds_alone(tmp_path: Path) -> None:
+    """Weights, gradients and the state of AdamW are 16 bytes for each of 24,960 parameters."""
+    script, cluster = files(tmp_path)
+    small = CLUSTER.replace("memory_gb: 1,", "memory_gb: 0.0003,")
+    Path(cluster).write_text(small)
+    page, figures = tmp_path / "advice.html", tmp_path / "advice.json"
+    words = ["advise", "--cluster", cluster, "--html", str(page), "--json", str(figures), script]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    alone = json.loads(figures.read_text())["alone"]
+    assert (alone["rank"], alone["step_s"]) == (0, None)
+    match = re.search(r"does not fit on quick .* take (\d+) KB, it has 300 KB$", alone["plan"])
+    assert match is not None and int(match[1]) == pytest.approx(24_960 * 16 / 1000, rel=0.05)
+    for shown in (result.output, page.read_text()):
+        assert "No card can train this model alone." in shown and "one card alone" in shown
 
 
 def test_an_interrupt_gives_what_is_known_so_far(

@@ -34,9 +34,9 @@ from whale.search.precision import precision_notes
 from whale.search.search import Search, SearchProgress, new_search, search
 from whale.search.settings import OpenSettings, settled
 from whale.search.shapes import MOST_CLASSES, device_classes
-from whale.simulation.simulate import simulate
+from whale.simulation.simulate import simulate, step_seconds
 from whale.simulation.timeline import ELSEWHERE, Timeline
-from whale.units import ranges
+from whale.units import count, human_bytes, ranges
 
 QUICK = Budget(
     estimates=60,
@@ -60,6 +60,7 @@ FASTER_LINK = 2.0
 DATA_PARALLEL = "data parallel"
 UNLIKE = "replicas that are not alike"
 OWN = "as the script asks for"
+ONE_CARD = "one card alone"
 OWN_SETTINGS = ("num_task_graph", "replicas", "colocate", "zero", "offload")
 """settings that make a plan by hand"""
 
@@ -97,6 +98,18 @@ class RankedPlan:
 
 
 @dataclass(frozen=True)
+class OneCard:
+    """What the best device of the cluster would do alone."""
+
+    rank: int
+    kind: str
+    best: RankedPlan | None
+    """None: the model does not fit"""
+    text: str
+    """its plan, or why there is none"""
+
+
+@dataclass(frozen=True)
 class Change:
     """Another cluster, and how long a step takes there."""
 
@@ -117,6 +130,8 @@ class Advice:
     """without some of the devices"""
     changes: tuple[Change, ...]
     """with more, or faster ones"""
+    alone: OneCard | None
+    """None: there is one device, or the answer was interrupted"""
     left_out: tuple[str, ...]
     """devices that the best plan does without"""
     precision: tuple[str, ...]
@@ -152,6 +167,7 @@ def advise(
     asking = _Asking(problem, done, None if plain is None else plain[0], own)
     without: list[Change] = []
     changes: list[Change] = []
+    alone: OneCard | None = None
     is_interrupted = done.is_interrupted
     if not is_interrupted:
         try:
@@ -160,6 +176,7 @@ def advise(
                 without.append(each)
             for each in asking.changes():
                 changes.append(each)
+            alone = asking.one_card()
         except KeyboardInterrupt:
             is_interrupted = True
     ranked = asking.ranked()
@@ -169,6 +186,7 @@ def advise(
         plans=ranked,
         without=tuple(replace(each, ratio=max(1.0, each.ratio / step_s)) for each in without),
         changes=tuple(replace(each, ratio=min(1.0, each.ratio / step_s)) for each in changes),
+        alone=alone,
         left_out=tuple(_left_out(problem.cluster, ranked[0].plan)),
         precision=tuple(precision_notes(problem)),
         launch=launch(taking_part),
@@ -274,22 +292,53 @@ class _Asking:
             self.done.report("clusters without some devices", number, len(found))
             left = [device for device in cluster.devices if device.rank not in ranks]
             if left:
-                yield replace(change, ratio=self._seconds_on(left))
+                yield replace(change, ratio=self._on(left).step_s)
 
-    def _seconds_on(self, left: Sequence[Device]) -> float:
-        """Seconds of a step on some of the devices."""
+    def one_card(self) -> OneCard | None:
+        """The fastest device alone; where none holds the model, the one with the most memory. None
+        where there are no others.
+        """
+        cluster = self.problem.cluster
+        if cluster.num_devices == 1:
+            return None
+        best: tuple[RankedPlan, Device] | None = None
+        kinds = {device.kind: device for device in reversed(cluster.devices)}
+        for number, device in enumerate(list(kinds.values())[-MOST_CLASSES:], start=1):
+            self.done.report("one card alone", number, len(kinds))
+            found = self._on([device])
+            if found.plan is not None and (best is None or found.step_s < best[0].step_s):
+                text = f"{device.kind.name} (rank {device.rank}), {found.text}"
+                timeline = simulate(found.plan)
+                best = (RankedPlan(ONE_CARD, text, found.plan, timeline), device)
+        if best is not None:
+            return OneCard(best[1].rank, best[1].kind.name, best[0], best[0].text)
+        largest = max(cluster.devices, key=lambda device: device.kind.memory_bytes)
+        return OneCard(largest.rank, largest.kind.name, None, self._why_not(largest))
+
+    def _why_not(self, device: Device) -> str:
+        """Why a device cannot hold the model alone."""
+        needed = float(self.done.outline.static_bytes(False).sum())
+        memory = device.kind.memory_bytes
+        more = ", activations more than the rest" if needed <= memory else ""
+        return (
+            f"does not fit on {device.kind.name} (rank {device.rank}): weights, gradients and "
+            f"optimizer state take {human_bytes(needed)}, it has {human_bytes(memory)}{more}"
+        )
+
+    def _on(self, left: Sequence[Device]) -> _Quick:
+        """The best plan that a quick search finds on some of the devices."""
         cluster = self.problem.cluster.in_order(left)
         old_ranks = [device.rank for device in left]
         seeds = [_carried_over(each, old_ranks) for each in self._best]
-        step_s, best = self._quick(cluster, [each for each in seeds if each is not None])
+        found = self._quick(cluster, [each for each in seeds if each is not None])
         known = self.done.best
-        if known is None or step_s < known.step_s:
+        if known is None or found.step_s < known.step_s:
             # a plan of the whole cluster, too, which leaves the others out
             shared = ReplicaChoice((DeviceGroup(tuple(old_ranks)),))
             self.done.draft(Candidate((shared,)))
-            if best is not None:
-                self.done.draft(_on_ranks(best.candidate, old_ranks))
-        return step_s
+            if found.searched is not None:
+                self.done.draft(_on_ranks(found.searched.candidate, old_ranks))
+        return found
 
     def changes(self) -> Iterator[Change]:
         """Seconds of a step with one more card of each kind, and with faster links."""
@@ -299,23 +348,47 @@ class _Asking:
             more = with_more(cluster, device, 1)
             seeds = [*self._best, *(_with_card(each, more) for each in self._best)]
             what = f"one more {device.kind.name} on host {device.host}"
-            yield Change(what, self._quick(more, seeds)[0])
+            yield Change(what, self._quick(more, seeds).step_s)
         if len(cluster.hosts) > 1:
             changed = _faster_links(cluster)
             what = f"links between hosts {FASTER_LINK:g} times as fast"
-            yield Change(what, self._quick(changed, self._best)[0])
+            yield Change(what, self._quick(changed, self._best).step_s)
 
-    def _quick(self, cluster: Cluster, seeds: Sequence[Candidate]) -> tuple[float, Drafted | None]:
-        """(seconds of the best plan of a quick search, infinite where nothing fits, that plan unless
-        it is data parallelism)
-        """
+    def _quick(self, cluster: Cluster, seeds: Sequence[Candidate]) -> _Quick:
+        """The best plan of a quick search, or data parallelism where that is faster."""
         problem = replace(self.problem, cluster=cluster)
         best = search(problem, OpenSettings.of(problem), QUICK, seeds=seeds).best
-        steps = [] if best is None else [best.step_s]
+        found = _Quick(math.inf, None, best)
+        if best is not None:
+            found = replace(found, step_s=best.step_s, plan=best.plan)
         plain, _ = data_parallel(problem)
         if plain is not None:
-            steps.append(simulate(plain[0]).step_s)
-        return min(steps, default=math.inf), best
+            plain_s = step_seconds(plain[0]).step_s
+            if plain_s < found.step_s:
+                found = replace(found, step_s=plain_s, plan=plain[0])
+        return found
+
+
+@dataclass(frozen=True)
+class _Quick:
+    """What a quick search found on another cluster."""
+
+    step_s: float
+    """infinite: nothing fits"""
+    plan: Plan | None
+    searched: Drafted | None
+    """the best plan of the search, which data parallelism may beat"""
+
+    @property
+    def text(self) -> str:
+        """What the plan does on one device."""
+        if self.plan is None:
+            return "nothing fits"
+        memory = ""
+        if self.searched is not None and self.searched.plan is self.plan:
+            memory = self.searched.candidate.memory.text
+        micro_batches = count(self.plan.num_micro_batch, "micro-batch")
+        return f"{micro_batches}, {memory}" if memory else micro_batches
 
 
 def _carried_over(candidate: Candidate, old_ranks: Sequence[int]) -> Candidate | None:
