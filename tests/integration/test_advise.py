@@ -77,6 +77,8 @@ def test_advise_gives_the_same_numbers_as_table_json_and_page(tmp_path: Path) ->
     assert any("quick: bf16 (it has no tensor cores" in note for note in data["precision"])
     assert not any("one precision" in note for note in data["precision"])  # both want the same
     assert data["left_out"] == ["rank 2 (old on host b)"]  # so host b is not started
+    (old,) = [change for change in data["without"] if "without rank 2" in change["what"]]
+    assert old["ratio"] == 1  # what the best plan leaves out contributes nothing
     assert data["launch"].splitlines() == [
         "# on a",
         f"whale run --cluster {cluster} {script}",

@@ -118,6 +118,8 @@ class Change:
     """of the step to that of the cluster as it is; infinite: nothing fits"""
     ranks: tuple[int, ...] = ()
     """the devices that it would be without: each of them alone, or all together a host"""
+    num_ranks: int = 0
+    """how many of them: 1, or all"""
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,9 @@ def advise(
     taking_part = ranked[0].plan.ranks if is_searched else range(problem.cluster.num_devices)
     return Advice(
         plans=ranked,
-        without=tuple(replace(each, ratio=max(1.0, each.ratio / step_s)) for each in without),
+        without=tuple(
+            replace(each, ratio=max(1.0, asking.known_without(each) / step_s)) for each in without
+        ),
         changes=tuple(replace(each, ratio=min(1.0, each.ratio / step_s)) for each in changes),
         alone=alone,
         left_out=tuple(_left_out(problem.cluster, ranked[0].plan)),
@@ -281,18 +285,27 @@ class _Asking:
             is_one = len(each.ranks) == 1
             alike = "" if is_one else f", or any other of ranks {ranges(each.ranks)}"
             text = f"without rank {rank} ({each.kind.name}{alike})"
-            found.append((Change(text, math.inf, each.ranks), {rank}))
+            found.append((Change(text, math.inf, each.ranks, 1), {rank}))
         if 1 < len(cluster.hosts) <= MOST_CLASSES:
             for host in cluster.hosts:
                 ranks = {device.rank for device in cluster.devices if device.host == host}
-                found.append(
-                    (Change(f"without host {host}", math.inf, tuple(sorted(ranks))), ranks)
-                )
+                text = f"without host {host}"
+                found.append((Change(text, math.inf, tuple(sorted(ranks)), len(ranks)), ranks))
         for number, (change, ranks) in enumerate(found, start=1):
             self.done.report("clusters without some devices", number, len(found))
             left = [device for device in cluster.devices if device.rank not in ranks]
             if left:
                 yield replace(change, ratio=self._on(left).step_s)
+
+    def known_without(self, change: Change) -> float:
+        """Seconds of the fastest plan so far that does without so many of the devices of a change:
+        a quick search on the others may have found less.
+        """
+        known = [change.ratio]
+        for drafted in self.done.drafted:
+            if len(set(change.ranks) - set(drafted.candidate.ranks)) >= change.num_ranks:
+                known.append(drafted.step_s)
+        return min(known)
 
     def one_card(self) -> OneCard | None:
         """The fastest device alone; where none holds the model, the one with the most memory. None
