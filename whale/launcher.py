@@ -47,8 +47,8 @@ WATCH_S = 1.0
 """how often a rank looks whether its launcher is still there"""
 LONGEST_TEXT = 500
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-"""environment of all ranks of a host but the first, unless the user sets it: every rank would repeat
-the warnings and progress bars of transformers. Errors are shown by all
+"""environment of all ranks of a host but the first, unless the user sets it: every rank would
+repeat the warnings and progress bars of transformers. Errors are shown by all
 """
 
 

@@ -155,8 +155,8 @@ def launch_lines(cluster: Cluster, ranks: Collection[int], file: str, words: str
             lines.append(f"# {host} needs no start: the plan leaves all of its devices out")
     for device in idle:
         lines.append(
-            f"# local rank {device.local_rank} of {device.host} ({device.kind.name}) is started and "
-            "idle: the plan leaves it out, and devices are found by local rank"
+            f"# local rank {device.local_rank} of {device.host} ({device.kind.name}) is started "
+            "and idle: the plan leaves it out, and devices are found by local rank"
         )
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
 """What `whale advise` says: the best plans of different kinds, what every device contributes, what a
 change of the cluster would give, and the precision that the cards want.
 
-Other clusters get a quick search that starts from the plans found for this one (`_carried_over`), so
+Other clusters get a quick search that starts from the plans found for this one (`carried_over`), so
 that a small budget does not look like a slow cluster. A plan that leaves devices out is a plan of the
 whole cluster, too: what is found without some of them is taken over where it is faster, and one more
 card, which may be left out, never makes a step longer.
@@ -13,8 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from whale.cluster.cluster import Cluster, Device, DeviceKind
-from whale.cluster.network import Link
+from whale.cluster.cluster import Cluster, Device
 from whale.planning.planner import make_plan
 from whale.planning.problem import Problem
 from whale.planning.suggestions import with_more
@@ -29,6 +28,14 @@ from whale.search.choose import (
     why_fixed,
 )
 from whale.search.drafting import Drafted
+from whale.search.other_clusters import (
+    FASTER_LINK,
+    carried_over,
+    faster_links,
+    on_ranks,
+    one_of_each,
+    with_card,
+)
 from whale.search.point import Point
 from whale.search.precision import precision_notes
 from whale.search.search import Search, SearchProgress, new_search, search
@@ -55,8 +62,6 @@ CARRIED = 3
 """plans from which the search on a changed cluster starts"""
 OF_A_KIND = 40
 """estimates for each kind of plan that the search did not come to"""
-FASTER_LINK = 2.0
-"""how much faster the links between hosts are in the question of what that would give"""
 DATA_PARALLEL = "data parallel"
 UNLIKE = "replicas that are not alike"
 OWN = "as the script asks for"
@@ -342,7 +347,7 @@ class _Asking:
         """The best plan that a quick search finds on some of the devices."""
         cluster = self.problem.cluster.in_order(left)
         old_ranks = [device.rank for device in left]
-        seeds = [_carried_over(each, old_ranks) for each in self._best]
+        seeds = [carried_over(each, old_ranks) for each in self._best]
         found = self._quick(cluster, [each for each in seeds if each is not None])
         known = self.done.best
         if known is None or found.step_s < known.step_s:
@@ -350,20 +355,20 @@ class _Asking:
             shared = ReplicaChoice((DeviceGroup(tuple(old_ranks)),))
             self.done.draft(Candidate((shared,)))
             if found.searched is not None:
-                self.done.draft(_on_ranks(found.searched.candidate, old_ranks))
+                self.done.draft(on_ranks(found.searched.candidate, old_ranks))
         return found
 
     def changes(self) -> Iterator[Change]:
         """Seconds of a step with one more card of each kind, and with faster links."""
         cluster = self.problem.cluster
-        for device in _one_of_each(cluster):
+        for device in one_of_each(cluster):
             self.done.report(f"one more {device.kind.name}", 1, 1)
             more = with_more(cluster, device, 1)
-            seeds = [*self._best, *(_with_card(each, more) for each in self._best)]
+            seeds = [*self._best, *(with_card(each, more) for each in self._best)]
             what = f"one more {device.kind.name} on host {device.host}"
             yield Change(what, self._quick(more, seeds).step_s)
         if len(cluster.hosts) > 1:
-            changed = _faster_links(cluster)
+            changed = faster_links(cluster)
             what = f"links between hosts {FASTER_LINK:g} times as fast"
             yield Change(what, self._quick(changed, self._best).step_s)
 
@@ -404,78 +409,6 @@ class _Quick:
         return f"{micro_batches}, {memory}" if memory else micro_batches
 
 
-def _carried_over(candidate: Candidate, old_ranks: Sequence[int]) -> Candidate | None:
-    """A candidate without the devices that are not among `old_ranks`, whose places are the ranks of
-    the new cluster; stages that lost all their devices are gone. None where nothing is left.
-    """
-    new = {rank: place for place, rank in enumerate(old_ranks)}
-    replicas = []
-    for replica in candidate.replicas:
-        groups = []
-        for group in replica.groups:
-            ranks = tuple(new[rank] for rank in group.ranks if rank in new)
-            if ranks:
-                is_whole = len(ranks) == len(group.ranks)
-                groups.append(replace(group, ranks=ranks) if is_whole else DeviceGroup(ranks))
-        if groups:
-            is_same = len(groups) == len(replica.groups)
-            starts = replica.starts if is_same else None
-            replicas.append(replace(replica, groups=tuple(groups), starts=starts))
-    return replace(candidate, replicas=tuple(replicas)) if replicas else None
-
-
-def _on_ranks(candidate: Candidate, ranks: Sequence[int]) -> Candidate:
-    """The candidate on the devices of these ranks."""
-    replicas = []
-    for replica in candidate.replicas:
-        groups = tuple(
-            replace(group, ranks=tuple(ranks[rank] for rank in group.ranks))
-            for group in replica.groups
-        )
-        replicas.append(replace(replica, groups=groups))
-    return replace(candidate, replicas=tuple(replicas))
-
-
-def _with_card(candidate: Candidate, more: Cluster) -> Candidate:
-    """The candidate with the last device of the cluster in the first stage that has devices of its
-    kind; the model is cut anew.
-    """
-    new = more.devices[-1]
-    kinds = [device.kind for device in more.devices]
-    replicas = list(candidate.replicas)
-    for place, replica in enumerate(replicas):
-        for stage, group in enumerate(replica.groups):
-            if group.grid is None and new.kind in (kinds[rank] for rank in group.ranks):
-                groups = list(replica.groups)
-                groups[stage] = replace(group, ranks=(*group.ranks, new.rank))
-                replicas[place] = replace(replica, groups=tuple(groups), starts=None)
-                return replace(candidate, replicas=tuple(replicas))
-    return candidate
-
-
-def _faster_links(cluster: Cluster) -> Cluster:
-    """The cluster with links between hosts that are faster, curves and cards with them."""
-
-    def faster(link: Link) -> Link:
-        curve = tuple((size, FASTER_LINK * rate) for size, rate in link.curve)
-        card = link.card_bytes_per_s
-        return replace(
-            link,
-            bytes_per_s=FASTER_LINK * link.bytes_per_s,
-            curve=curve,
-            card_bytes_per_s=None if card is None else FASTER_LINK * card,
-        )
-
-    hosts = tuple(
-        each if each.inter_host is None else replace(each, inter_host=faster(each.inter_host))
-        for each in cluster.host_links
-    )
-    pairs = tuple(replace(each, link=faster(each.link)) for each in cluster.pair_links)
-    return replace(
-        cluster, inter_host=faster(cluster.inter_host), host_links=hosts, pair_links=pairs
-    )
-
-
 def _left_out(cluster: Cluster, plan: Plan) -> list[str]:
     """The devices that a plan does without, in words."""
     used = {rank for replica in plan.replicas for ranks in replica.ranks for rank in ranks}
@@ -504,10 +437,3 @@ def kind_of(candidate: Candidate, num_devices: int) -> str:
     what = "waves" if first.num_chunks > 1 else "pipeline"
     is_shared = len(candidate.replicas) > 1 or max(first.widths) > 1
     return f"{what} x data parallel" if is_shared else what
-
-
-def _one_of_each(cluster: Cluster) -> list[Device]:
-    found: dict[tuple[DeviceKind, str], Device] = {}
-    for device in cluster.devices:
-        found.setdefault((device.kind, device.host), device)
-    return list(found.values())[:MOST_CLASSES]
