@@ -46,6 +46,10 @@ GRACE_S = 5
 WATCH_S = 1.0
 """how often a rank looks whether its launcher is still there"""
 LONGEST_TEXT = 500
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+"""environment of all ranks of a host but the first, unless the user sets it: every rank would
+repeat the warnings and progress bars of transformers. Errors are shown by all
+"""
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,9 @@ def run_as_rank() -> NoReturn:
         # lines are seen at once, each in one write: without a buffer the end of a line is a write
         # of its own, and lines of several ranks mix
         sys.stdout.reconfigure(line_buffering=True)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
     watch_output()
     _end_process(_exit_code(script, arguments))
 

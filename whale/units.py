@@ -13,6 +13,10 @@ STEP = 1000.0
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _NOTHING_S = 1e-12
 """what is shorter is the rounding of a difference of two times"""
+_LEAST_DIFFERENCE = 0.005
+"""of two numbers that are compared: less is no difference to people"""
+_LEAST_TIMES = 1.1
+"""nobody says that something is 1.01 times faster: up to here it is percent"""
 
 
 def human_bytes(num_bytes: float) -> str:
@@ -38,6 +42,20 @@ def human_seconds(seconds: float) -> str:
 def human_rate(per_s: float) -> str:
     """`131.1`, `26,480`: samples in a second."""
     return f"{per_s:.4g}" if per_s < 10 * STEP else f"{float(f'{per_s:.4g}'):,.0f}"
+
+
+def compared(ratio: float, more: str, less: str, same: str = "the same") -> str:
+    """How one number compares with another, from the first divided by the second: `1.4 times slower`,
+    below that `2 % slower`, `the same`, `5 % faster`, `2 times faster` where `more` is `slower` and
+    `less` is `faster`.
+    """
+    if abs(ratio - 1) < _LEAST_DIFFERENCE:
+        return same
+    word = more if ratio > 1 else less
+    times = max(ratio, 1 / ratio)
+    if times < _LEAST_TIMES:
+        return f"{100 * abs(ratio - 1):.2g} % {word}"
+    return f"{times:,.0f} times {word}" if times >= STEP else f"{times:.3g} times {word}"
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from whale.cli import app, planning
+from whale.cluster.file import loads
 from whale.report.advice_page import effect
 from whale.search import advice
 from whale.search.search import Search, SearchProgress, search
@@ -75,10 +76,40 @@ def test_advise_gives_the_same_numbers_as_table_json_and_page(tmp_path: Path) ->
     assert any("one more quick" in change["what"] for change in data["changes"])
     assert any("quick: bf16 (it has no tensor cores" in note for note in data["precision"])
     assert not any("one precision" in note for note in data["precision"])  # both want the same
-    for host, place, number in (("a", 0, 2), ("b", 1, 1)):  # one line for each host
-        line = f"--nnodes 2 --node-rank {place} --nproc-per-node {number} --master-addr a "
-        assert f"# on {host}\nWHALE_CLUSTER={cluster} torchrun {line}" in data["launch"]
-        assert line in result.output
+    assert data["left_out"] == ["rank 2 (old on host b)"]  # so host b is not started
+    (old,) = [change for change in data["without"] if "without rank 2" in change["what"]]
+    assert old["ratio"] == 1  # what the best plan leaves out contributes nothing
+    assert data["launch"].splitlines() == [
+        "# on a",
+        f"whale run --cluster {cluster} {script}",
+        "# b needs no start: the plan leaves all of its devices out",
+    ]
+    assert "# b needs no start" in result.output
+    one = tmp_path / "one.json"
+    words = ["plan", "-n", "1", "--cluster", cluster, "--json", str(one), script]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    alone = data["alone"]
+    assert (alone["rank"], alone["device"], alone["kind"]) == (0, "quick", "one card alone")
+    assert alone["step_s"] == pytest.approx(json.loads(one.read_text())["step_s"])
+    assert "than the best card alone, quick (rank 0)" in result.output
+
+
+@pytest.mark.slow
+def test_a_model_that_no_card_holds_alone(tmp_path: Path) -> None:
+    """Weights, gradients and the state of AdamW are 16 bytes for each of 24,960 parameters."""
+    script, cluster = files(tmp_path)
+    small = CLUSTER.replace("memory_gb: 1,", "memory_gb: 0.0003,")
+    Path(cluster).write_text(small)
+    page, figures = tmp_path / "advice.html", tmp_path / "advice.json"
+    words = ["advise", "--cluster", cluster, "--html", str(page), "--json", str(figures), script]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    alone = json.loads(figures.read_text())["alone"]
+    assert (alone["rank"], alone["step_s"]) == (0, None)
+    match = re.search(r"does not fit on quick .* take (\d+) KB, it has 300 KB$", alone["plan"])
+    assert match is not None and int(match[1]) == pytest.approx(24_960 * 16 / 1000, rel=0.05)
+    for shown in (result.output, page.read_text()):
+        assert "No card can train this model alone." in shown and "one card alone" in shown
 
 
 def test_an_interrupt_gives_what_is_known_so_far(
@@ -143,9 +174,48 @@ def test_plan_says_what_the_search_would_give(tmp_path: Path) -> None:
     assert '"strategy": "auto"' in result.output
 
 
+HOSTS = """
+hosts:
+  - {name: a, devices: [{kind: T4, count: 2}, {kind: P100}]}
+  - {name: b, kind: V100-16GB, count: 4}
+"""
+
+
+def test_only_hosts_that_take_part_are_started() -> None:
+    """Ranks 0 to 2 are on host a, 3 to 6 on host b."""
+
+    def lines(*ranks: int, hosts: str = HOSTS) -> list[str]:
+        return planning.launch_lines(loads(hosts), ranks, "my file.yaml", "train.py -x").split("\n")
+
+    def torchrun(place: int, number: int, first: str) -> str:
+        return (
+            f"WHALE_CLUSTER='my file.yaml' torchrun --nnodes 2 --node-rank {place} --nproc-per-node "
+            f"{number} --master-addr {first} --master-port 29500 --shutdown-timeout 5 train.py -x"
+        )
+
+    both = ["# on a", torchrun(0, 3, "a"), "# on b", torchrun(1, 4, "a")]
+    assert lines(*range(7)) == both
+    # the last one of b is not started; of a the first, which does nothing, is
+    fewer = ["# on a", torchrun(0, 3, "a"), "# on b", torchrun(1, 3, "a")]
+    idle = (
+        "# local rank 0 of a (T4) is started and idle: the plan leaves it out, and devices are "
+        "found by local rank"
+    )
+    assert lines(1, 2, 3, 4, 5) == [*fewer, idle]
+    run = "whale run --cluster 'my file.yaml' train.py -x"
+    assert lines(3, 4, 5, 6) == [
+        "# on b",
+        run,
+        "# a needs no start: the plan leaves all of its devices out",
+    ]
+    one_host = "hosts: [{name: c, kind: T4, count: 2}]"
+    assert lines(0, 1, hosts=one_host) == [run]
+    assert lines(0, hosts=one_host) == [run.replace("run", "run -n 1")]
+
+
 @pytest.mark.parametrize(
     ("ratio", "text"),
-    [(1.02, "2 % slower"), (1.4, "1.4x slower"), (0.5, "2x faster"), (1.001, "the same")],
+    [(1.02, "2 % slower"), (1.4, "1.4 times slower"), (0.5, "2 times faster"), (1.001, "the same")],
 )
 def test_effects_in_words(ratio: float, text: str) -> None:
     assert effect(ratio) == text

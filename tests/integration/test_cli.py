@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 from tests.exactness import local_training, mean_square, three_layers
 from whale.cli import app, own_options_first
 from whale.config import Config
-from whale.launcher import first_failure
+from whale.launcher import QUIET, first_failure
 from whale.plans.plan import Plan
 from whale.report import summary
 from whale.session import session
@@ -356,6 +356,30 @@ def test_run_passes_arguments_and_environment_on(tmp_path: Path) -> None:
             "OMP_NUM_THREADS": threads,
         }
         assert f"{words} {known} imported from the folder of the script\n" in done.stdout
+
+
+@pytest.mark.slow
+def test_warnings_of_transformers_are_shown_once_and_errors_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in QUIET:
+        monkeypatch.delenv(name, raising=False)
+    text = """
+        from transformers.utils import logging
+        logger = logging.get_logger("transformers.some.model")
+        logger.warning("this is repeated")
+        logger.error("this is wrong")
+        with logging.tqdm(range(1), desc="a bar") as bar:
+            list(bar)
+    """
+    done = shell("whale", "run", "-n", "3", script(tmp_path, text))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("this is repeated") == 1
+    assert done.stderr.count("this is wrong") == 3
+    assert done.stderr.count("a bar: 100%") == 1
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "warning")  # what the user sets holds
+    asked = shell("whale", "run", "-n", "2", tmp_path / "script.py")
+    assert asked.stderr.count("this is repeated") == 2, asked.stderr
 
 
 def test_run_names_the_rank_that_failed_first(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from whale.report import print_plan, render_plan, summary
 from whale.report.tables import memory_table
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import DeviceTimeline, Timeline
-from whale.units import count, human_bytes, human_flop, human_seconds, ranges
+from whale.units import compared, count, human_bytes, human_flop, human_seconds, ranges
 
 
 def hand_made() -> Plan:
@@ -265,6 +265,15 @@ def test_render_gives_something_for_rich() -> None:
         (human_seconds(3e-10), "0.30 ns"),
         (ranges([0, 1, 2, 5, 7, 8]), "0-2, 5, 7-8"),
         (ranges([]), ""),
+        (compared(1.004, "slower", "faster"), "the same"),
+        (compared(1.01, "slower", "faster"), "1 % slower"),
+        (compared(1.0996, "slower", "faster"), "10 % slower"),
+        (compared(1.1, "slower", "faster"), "1.1 times slower"),
+        (compared(0.95, "slower", "faster"), "5 % faster"),
+        (compared(1 / 1.01, "more", "less"), "0.99 % less"),
+        (compared(0.5, "slower", "faster"), "2 times faster"),
+        (compared(1 / 1234.5, "slower", "faster"), "1,234 times faster"),
+        (compared(1.0, "slower", "faster", "as fast"), "as fast"),
         (count(1, "stage"), "1 stage"),
         (count(2, "micro-batch"), "2 micro-batches"),
     ],

@@ -35,6 +35,7 @@ from whale.plans.virtual_devices import VirtualDevice
 from whale.scheduling.memory import ActionMemory, Bytes
 from whale.simulation.communication import AllReduce, Links, ring_s
 from whale.simulation.simulate import run, step_seconds
+from whale.simulation.timeline import DeviceTimeline, Event, Timeline
 
 FREE = Link(1e30, 0.0)
 MODEL_BYTES = 400
@@ -286,6 +287,20 @@ def test_the_memory_curve_reaches_the_peak(name: str) -> None:
     """
     for device in wh.simulate(plan_of(name, 2, 1, [(1.0, 1.0, 1.0)] * 2)).devices:
         assert max(point.total_bytes for point in device.memory) == device.peak_total_bytes
+
+
+def test_the_bubble_is_of_devices_that_work() -> None:
+    """One computes for 3 s of 4, one for 2 s, and the plan leaves the third out: 3 s of 8 are idle."""
+    rows = (
+        (Event("F0.0", 0.0, 3.0),),
+        (Event("F0.0", 1.0, 2.0), Event("update", 2.0, 3.0)),
+        (Event("update", 2.0, 2.1),),
+    )
+    devices = tuple(
+        DeviceTimeline(rank, "V100-16GB", "a", events, (), {}, 0)
+        for rank, events in enumerate(rows)
+    )
+    assert Timeline(devices, (), 3.0, 4.0, 8).bubble == 3 / 8
 
 
 def test_all_times_can_be_stretched() -> None:

@@ -340,6 +340,11 @@ def test_pages_draw_every_replica(plan: Plan) -> None:
     assert "that are not alike" in text and "schedule" in text
 
 
+def whys(plan: Plan) -> set[str]:
+    """Why replicas have their devices."""
+    return {each.why for each in plan.decisions if each.what.endswith("VirtualDevices")}
+
+
 def test_ranks_may_be_left_out(plan_on: Callable[..., Plan], tmp_path: Path) -> None:
     """By a search: the plan says so, is simulated and drawn without them."""
     for replicas in ([stages([0]), stages([3], [1])], [stages([3]), stages([1])]):
@@ -352,6 +357,7 @@ def test_ranks_may_be_left_out(plan_on: Callable[..., Plan], tmp_path: Path) -> 
         timeline = simulate(plan)
         assert all(not any(map(sum, [num_samples_by_rank(plan)[r]])) for r in plan.left_out)
         assert "left out" in html(plan, timeline)
+        assert whys(plan) == {'set by you ("replicas")'}
         assert plan_json(plan, timeline)["devices"][plan.left_out[0]]["stages"] == []
 
 
@@ -410,6 +416,7 @@ def test_candidates_of_the_search_become_such_plans(plan_on: Callable[..., Plan]
     assert first.replicas[0].ranks == ((4,), (1, 2)) and first.num_micro_batch == 2
     assert second.ranks == (0,) and third.virtual_devices[0].grid is not None
     assert simulate(plan).step_s > 0
+    assert whys(plan) == {"chosen by the search"}
 
 
 def test_specs_by_hand() -> None:

@@ -372,7 +372,7 @@ def _modules_called(names: dict[int, str]) -> Iterator[list[str]]:
 
 @contextmanager
 def watch(model: nn.Module) -> Iterator[Findings]:
-    """Around `torch.export.export`: notes what the graph will not hold, and lets checkpointed
+    """Notes what the graph of a `torch.export.export` inside will not hold, and lets checkpointed
     functions just run.
 
     Enter it while the parameters of `model` are still the user's (before they are replaced by fake

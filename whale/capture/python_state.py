@@ -103,8 +103,8 @@ def decide(comparison: str, p: float) -> bool | None:
 def random_branches(
     model: nn.Module | None = None, findings: Findings | None = None
 ) -> Iterator[Findings]:
-    """Around `torch.export.export`: decides random branches of probability 0 or 1, refuses others,
-    notes random numbers of Python.
+    """Decides random branches of probability 0 or 1 while `torch.export.export` runs inside, refuses
+    others, and notes random numbers of Python.
 
     With `findings` (of `guards.watch`) the notes go there; `model` gives modules their names in
     errors.

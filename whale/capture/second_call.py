@@ -121,7 +121,7 @@ class Given:
         return replace(self, layout=self.layout.with_lengths({}))
 
     def of_layout(self, layout: BatchLayout) -> Given:
-        """With a batch of another layout, of which nothing but the form is known."""
+        """The same call with a batch of another layout, of which nothing but the form is known."""
         tensors = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in layout.tensors]
         return replace(self, layout=layout, tensors=tensors)
 

@@ -35,7 +35,9 @@ NO_BAG = float("-inf")
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Around `torch.export.export`."""
+    """Puts the functions of this file in the place of torch's, while `torch.export.export` runs
+    inside.
+    """
     with ExitStack() as stack:
         stack.enter_context(code_swapped(inspect.unwrap(F.embedding_bag), _embedding_bag))
         stack.enter_context(code_swapped(causal_mask_detection, _is_causal))

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -116,31 +116,68 @@ def advise(
     number = described.num_devices if described is not None else num_devices or default_num_ranks()
     problem = _problem_of_script(script, arguments or [], number, debug, described)
     words = shlex.join([str(script), *(arguments or [])])
-    if described is not None and len(described.hosts) > 1:
-        command = _lines_of_hosts(described, str(cluster), words)
-    else:
-        options = f"--cluster {cluster}" if cluster is not None else f"-n {number}"
-        command = f"whale run {options} {words}"
-    write_advice(problem, command, html, figures)
+
+    def launch(ranks: Collection[int]) -> str:
+        if described is None:
+            return f"whale run -n {number} {words}"
+        return launch_lines(described, ranks, str(cluster), words)
+
+    write_advice(problem, launch, html, figures)
 
 
-def _lines_of_hosts(cluster: Cluster, file: str, words: str) -> str:
-    """What to start on each of several hosts (docs/hosts.md)."""
-    from whale.config import CLUSTER_VARIABLE
+def launch_lines(cluster: Cluster, ranks: Collection[int], file: str, words: str) -> str:
+    """What to start on each host for a plan in which these ranks of the cluster take part
+    (docs/hosts.md).
 
-    hosts = cluster.hosts
+    Ranks find their devices by host and local rank, and devices without a rank are left out. So
+    a host starts its devices up to the last one that takes part; one before that joins, idle.
+    """
+    numbers: dict[str, int] = {}
+    idle = []
+    for device in cluster.devices:
+        if device.rank in ranks:
+            numbers[device.host] = max(device.local_rank + 1, numbers.get(device.host, 0))
+    for device in cluster.devices:
+        if device.rank not in ranks and device.local_rank < numbers.get(device.host, 0):
+            idle.append(device)
+    several = len(cluster.hosts) > 1
     lines = []
-    for place, host in enumerate(hosts):
-        number = sum(device.host == host for device in cluster.devices)
+    for place, (host, number) in enumerate(numbers.items()):
+        if len(numbers) > 1:
+            command = _torchrun_line(list(numbers), place, number, file)
+        else:
+            is_all = number == sum(device.host == host for device in cluster.devices)
+            fewer = "" if is_all else f"-n {number} "
+            command = f"whale run {fewer}--cluster {shlex.quote(file)}"
+        lines.append(f"# on {host}\n{command} {words}" if several else f"{command} {words}")
+    for host in cluster.hosts:
+        if host not in numbers:
+            lines.append(f"# {host} needs no start: the plan leaves all of its devices out")
+    for device in idle:
         lines.append(
-            f"# on {host}\n{CLUSTER_VARIABLE}={shlex.quote(file)} torchrun --nnodes {len(hosts)} "
-            f"--node-rank {place} --nproc-per-node {number} --master-addr {hosts[0]} "
-            f"--master-port {PORT} --shutdown-timeout 5 {words}"
+            f"# local rank {device.local_rank} of {device.host} ({device.kind.name}) is started "
+            "and idle: the plan leaves it out, and devices are found by local rank"
         )
     return "\n".join(lines)
 
 
-def write_advice(problem: Problem, launch: str, page: Path | None, figures: Path | None) -> None:
+def _torchrun_line(hosts: Sequence[str], place: int, number: int, file: str) -> str:
+    """The command that starts so many ranks on one of several hosts, up to the script."""
+    from whale.config import CLUSTER_VARIABLE
+
+    return (
+        f"{CLUSTER_VARIABLE}={shlex.quote(file)} torchrun --nnodes {len(hosts)} "
+        f"--node-rank {place} --nproc-per-node {number} --master-addr {hosts[0]} "
+        f"--master-port {PORT} --shutdown-timeout 5"
+    )
+
+
+def write_advice(
+    problem: Problem,
+    launch: Callable[[Collection[int]], str],
+    page: Path | None,
+    figures: Path | None,
+) -> None:
     """The advice for a problem: tables, and where they are wanted the page and the JSON."""
     from whale.report.advice_page import advice_html, advice_json, print_advice
     from whale.search.advice import advise

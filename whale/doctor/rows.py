@@ -31,6 +31,7 @@ from whale.doctor.jobs import (
     train,
     train_locally,
 )
+from whale.units import compared
 
 NUM_RUNS = 3
 """of a row that is prone to races"""
@@ -190,7 +191,8 @@ def check_speed(sizes: Sizes, num_ranks: int) -> list[Outcome]:
         rate = sizes.speed_batch * num_ranks / seconds[name]
         text = f"{seconds[name] * 1e3:.1f} ms a step, {rate:.1f} samples/s"
         if name != "whale" and "whale" in seconds:
-            text += f"; whale takes {seconds['whale'] / seconds[name]:.2f} times as long"
+            ratio = seconds["whale"] / seconds[name]
+            text += f"; whale takes {compared(ratio, 'longer', 'less', 'as long')}"
         outcomes.append(Outcome("speed", name, True, text, {"seconds": seconds[name]}))
     return outcomes
 

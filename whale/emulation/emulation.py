@@ -181,11 +181,12 @@ class EmulatedPlatform(Platform):
         return memory
 
     def _announce(self) -> None:
-        predicted_s = self.recorder.prediction.gradients_s
+        predicted = self.recorder.prediction
+        update_s = predicted.step_s - predicted.gradients_s
         text = (
             f"emulating {self._cluster.num_devices} devices; times are stretched by "
-            f"{self.factor:.4g}, a step is predicted to take {human_seconds(predicted_s)} "
-            "(without the update of the weights, which is not emulated)"
+            f"{self.factor:.4g}, a step is predicted to take {human_seconds(predicted.step_s)}, "
+            f"{human_seconds(update_s)} of it for the update of the weights, which is not emulated"
         )
         if self.stub is not None:
             text += "; stub chunks stand for the model: losses mean nothing"

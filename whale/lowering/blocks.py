@@ -160,7 +160,9 @@ _open: list[_RegionForward] = []
 
 
 def region_contexts(residence: Bringer) -> tuple[_RegionForward, _Recomputation]:
-    """Around a region's forward and its recomputation (`context_fn` of `torch.utils.checkpoint`)."""
+    """The contexts in which the forward of a region and its recomputation run (`context_fn` of
+    `torch.utils.checkpoint`).
+    """
     forward = _RegionForward()
     return forward, _Recomputation(residence, forward)
 

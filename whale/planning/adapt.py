@@ -25,6 +25,7 @@ from whale.plans.plan import Decision, Plan
 from whale.plans.revise import revise
 from whale.plans.samples import SampleMap
 from whale.plans.shares import Load
+from whale.units import compared
 
 LEAST_GAIN = 0.02
 """shares that make the slowest device less than this faster are left as they are: rounding would
@@ -85,7 +86,7 @@ def rebalance(
         f"rank {worst} ({plan.device_kinds[worst]}) ran at {speed:.2f} of its predicted share of "
         f"the speed in the {len(window)} measured steps up to step {last_step} (threshold "
         f"{threshold:g}): samples by rank {_shown(old)} -> {_shown(new)}, which makes the slowest "
-        f"device {before_s / after_s:.2f} times faster"
+        f"device {compared(after_s / before_s, 'slower', 'faster')}"
     )
     decision = Decision(f"samples by rank from step {last_step + 1}", _shown(new), text)
     return Rebalanced(replace(corrected, decisions=(*plan.decisions, decision)), new, text)

@@ -5,7 +5,7 @@ The order of the devices decides who runs which stage of which replica (`virtual
 them in order). Three are tried where devices differ, and the one with the fastest simulated step is
 taken (the first, where they tie):
 
-    as given             rank order
+    rank order           as they are numbered
     stage by stage       sorted by memory, then speed; the R fastest run stage 0 of the R replicas,
                          the next stage 1, ... Early stages hold more micro-batches, so they get the
                          larger memories
@@ -32,7 +32,7 @@ from whale.plans.shares import (
     micro_batch_sizes,
 )
 from whale.plans.virtual_devices import VirtualDevice
-from whale.units import human_bytes, human_seconds
+from whale.units import compared, human_bytes, human_seconds
 
 SHOWN = 8
 """devices whose figures are written out in a message"""
@@ -299,8 +299,9 @@ def explain_shares(devices: DeviceLoads, size: int) -> tuple[str, str]:
         f"of {size} samples in a micro-batch; the slowest device takes "
         f"{human_seconds(division.slowest_s)}"
     )
-    if even is not None and even > division.slowest_s * (1 + 1e-9):
-        why += f", {even / division.slowest_s:.3g} times less than with even shares"
+    if even is not None and even > division.slowest_s:
+        gain = compared(division.slowest_s / even, "more", "less", "")
+        why += f", {gain} than with even shares" if gain else ""
     limited = []
     for rank, share in enumerate(shares):
         if share and share == devices.memory[rank].most_samples() < UNLIMITED:

@@ -71,7 +71,7 @@ def draft_of_group(problem: Problem, group: Sequence[ReplicaSpec], num_samples: 
         own.cluster.layer_times,
         facts=own.facts,
     )
-    order = Order("as given", tuple(range(len(devices))))
+    order = Order(spec.why, tuple(range(len(devices))))
     names = ", ".join(str(rank) for rank in group[0].ranks)
     try:
         return GroupDraft(own, workload, ReplicaDrafts(own, workload, order, spec.local()).best())
@@ -101,7 +101,7 @@ class ReplicaDrafts(OrderDrafts):
         devices = self.spec.devices
         of_stage = tuple(devices.index(stage.ranks) for stage in self.spec.stages)
         placement = replace(self._placement, of_task_graph=of_stage)
-        return self._draft(StageCut(task_graphs, "as given", placement, is_chunked=True))
+        return self._draft(StageCut(task_graphs, self.spec.why, placement, is_chunked=True))
 
     def _given_cut(self, starts: Sequence[int]) -> TaskGraphs:
         """Every stage from its first operation to that of the next."""
@@ -119,7 +119,7 @@ class ReplicaDrafts(OrderDrafts):
             of_operation |= dict.fromkeys(own, stage)
             labels.append(label_of(own))
         strategies = tuple(stage.strategy for stage in self.spec.stages)
-        return TaskGraphs(of_operation, strategies, tuple(labels), "cuts as given")
+        return TaskGraphs(of_operation, strategies, tuple(labels), self.spec.why)
 
     @cached_property
     def _cuts(self) -> PipelineCuts:
@@ -143,7 +143,7 @@ class ReplicaDrafts(OrderDrafts):
         )
         wanted = TaskGraphs({}, strategies, ("a part of the model",) * len(devices), "")
         placement = DevicePlacement(
-            tuple(devices), tuple(range(len(devices))), num_replicas, "as given"
+            tuple(devices), tuple(range(len(devices))), num_replicas, spec.why
         )
         placement = with_grids(placement, wanted)
         widest = max(num_replicas * each.num_sample_parts for each in placement.virtual_devices)
@@ -168,7 +168,9 @@ class ReplicaCuts(PipelineCuts):
         ]
         of_operation = dict.fromkeys(activations, 0)
         strategies = (self.spec.stages[0].strategy,)
-        return TaskGraphs(of_operation, strategies, ("the whole model",), "one stage, as given")
+        return TaskGraphs(
+            of_operation, strategies, ("the whole model",), f"one stage, {self.spec.why}"
+        )
 
     @property
     def wanted(self) -> TaskGraphs:

@@ -24,6 +24,9 @@ from whale.config import Config
 from whale.names import listed, nearest
 from whale.planning.stages import live_operations
 
+SET_BY_USER = 'set by you ("replicas")'
+"""why a model replica is as it is, where the config says so"""
+
 
 @dataclass(frozen=True)
 class StageSpec:
@@ -55,6 +58,8 @@ class ReplicaSpec:
     schedule: str = "1f1b"
     num_waves: int | None = None
     recompute: bool | str | tuple[str, ...] = "auto"
+    why: str = SET_BY_USER
+    """who decided on its devices and stages"""
 
     @property
     def ranks(self) -> tuple[int, ...]:

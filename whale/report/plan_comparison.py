@@ -12,7 +12,7 @@ from whale.plans.plan import Plan
 from whale.report.tables import layers_of, samples_by_rank
 from whale.simulation.simulate import simulate
 from whale.simulation.timeline import Timeline
-from whale.units import count, human_bytes, human_rate, human_seconds, ranges
+from whale.units import compared, count, human_bytes, human_rate, human_seconds, ranges
 
 SHOWN = 8
 """devices that are written out"""
@@ -127,7 +127,7 @@ def _step(a: Timeline, b: Timeline) -> Iterator[str]:
     yield f"predicted step: {human_seconds(a.step_s)} -> {human_seconds(b.step_s)}"
     ratio = b.samples_per_s / a.samples_per_s
     which = "the second is" if ratio >= 1 else "the first is"
-    faster = f"{which} {max(ratio, 1 / ratio):.3g} times faster"
+    faster = f"{which} {compared(max(ratio, 1 / ratio), 'faster', 'slower', 'as fast')}"
     yield f"samples/s: {human_rate(a.samples_per_s)} -> {human_rate(b.samples_per_s)}: {faster}"
     yield f"bubble: {a.bubble:.1%} -> {b.bubble:.1%}"
     if a.limit != b.limit:

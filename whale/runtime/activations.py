@@ -123,7 +123,9 @@ class Activations:
 
     @contextlib.contextmanager
     def saving(self, visit: Visit, received: Iterable[Tensor]) -> Iterator[None]:
-        """Around the forward of a micro-batch. `received`: what stays until its backward."""
+        """Takes what autograd saves in the forward of a micro-batch that runs inside. `received`: what
+        stays until its backward.
+        """
         stays = self._staying.union(_address(tensor) for tensor in received)
         segments: list[_Segment] = []
         self._segments[visit] = segments

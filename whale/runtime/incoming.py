@@ -70,12 +70,12 @@ class Incoming:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """of the job"""
+        """What the checkpoint says of the whole job."""
         return self._reader.values
 
     @property
     def scheduler(self) -> Mapping[str, Any] | None:
-        """of the LR scheduler"""
+        """State of the LR scheduler; None where there was none."""
         every = self._reader.rank_values
         return next((values["scheduler"] for values in every if "scheduler" in values), None)
 

@@ -49,7 +49,7 @@ class UpdatesAhead:
         self._pending[block] = self._thread.submit(self._run, block, names, update)
 
     def _run(self, block: int, names: Sequence[str], update: Callable[[], None]) -> None:
-        """In the thread. Behind an update that failed nothing is updated any more."""
+        """Makes one update, in the thread. Behind one that failed nothing is updated any more."""
         if self._failed is not None:
             raise self._failed
         try:

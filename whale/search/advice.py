@@ -1,7 +1,7 @@
 """What `whale advise` says: the best plans of different kinds, what every device contributes, what a
 change of the cluster would give, and the precision that the cards want.
 
-Other clusters get a quick search that starts from the plans found for this one (`_carried_over`), so
+Other clusters get a quick search that starts from the plans found for this one (`carried_over`), so
 that a small budget does not look like a slow cluster. A plan that leaves devices out is a plan of the
 whole cluster, too: what is found without some of them is taken over where it is faster, and one more
 card, which may be left out, never makes a step longer.
@@ -10,11 +10,10 @@ card, which may be left out, never makes a step longer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from whale.cluster.cluster import Cluster, Device, DeviceKind
-from whale.cluster.network import Link
+from whale.cluster.cluster import Cluster, Device
 from whale.planning.planner import make_plan
 from whale.planning.problem import Problem
 from whale.planning.suggestions import with_more
@@ -29,14 +28,22 @@ from whale.search.choose import (
     why_fixed,
 )
 from whale.search.drafting import Drafted
+from whale.search.other_clusters import (
+    FASTER_LINK,
+    carried_over,
+    faster_links,
+    on_ranks,
+    one_of_each,
+    with_card,
+)
 from whale.search.point import Point
 from whale.search.precision import precision_notes
 from whale.search.search import Search, SearchProgress, new_search, search
 from whale.search.settings import OpenSettings, settled
 from whale.search.shapes import MOST_CLASSES, device_classes
-from whale.simulation.simulate import simulate
+from whale.simulation.simulate import simulate, step_seconds
 from whale.simulation.timeline import ELSEWHERE, Timeline
-from whale.units import ranges
+from whale.units import count, human_bytes, ranges
 
 QUICK = Budget(
     estimates=60,
@@ -55,11 +62,10 @@ CARRIED = 3
 """plans from which the search on a changed cluster starts"""
 OF_A_KIND = 40
 """estimates for each kind of plan that the search did not come to"""
-FASTER_LINK = 2.0
-"""how much faster the links between hosts are in the question of what that would give"""
 DATA_PARALLEL = "data parallel"
 UNLIKE = "replicas that are not alike"
 OWN = "as the script asks for"
+ONE_CARD = "one card alone"
 OWN_SETTINGS = ("num_task_graph", "replicas", "colocate", "zero", "offload")
 """settings that make a plan by hand"""
 
@@ -97,6 +103,18 @@ class RankedPlan:
 
 
 @dataclass(frozen=True)
+class OneCard:
+    """What the best device of the cluster would do alone."""
+
+    rank: int
+    kind: str
+    best: RankedPlan | None
+    """None: the model does not fit"""
+    text: str
+    """its plan, or why there is none"""
+
+
+@dataclass(frozen=True)
 class Change:
     """Another cluster, and how long a step takes there."""
 
@@ -105,6 +123,8 @@ class Change:
     """of the step to that of the cluster as it is; infinite: nothing fits"""
     ranks: tuple[int, ...] = ()
     """the devices that it would be without: each of them alone, or all together a host"""
+    num_ranks: int = 0
+    """how many of them: 1, or all"""
 
 
 @dataclass(frozen=True)
@@ -117,6 +137,8 @@ class Advice:
     """without some of the devices"""
     changes: tuple[Change, ...]
     """with more, or faster ones"""
+    alone: OneCard | None
+    """None: there is one device, or the answer was interrupted"""
     left_out: tuple[str, ...]
     """devices that the best plan does without"""
     precision: tuple[str, ...]
@@ -130,10 +152,17 @@ class Advice:
 
 
 def advise(
-    problem: Problem, launch: str, progress: Callable[[SearchProgress], None] = lambda _: None
+    problem: Problem,
+    launch: Callable[[Collection[int]], str],
+    progress: Callable[[SearchProgress], None] = lambda _: None,
 ) -> Advice:
-    """Raises ValueError where no plan fits. An interrupt ends it with what is known so far."""
+    """Raises ValueError where no plan fits. An interrupt ends it with what is known so far.
+
+    `launch`: the lines that start a plan in which these ranks take part.
+    """
     own = _own_plan(problem)
+    # a script that says how it is to be cut counts on all devices
+    is_searched = why_fixed(problem) is None and not is_annotated(problem)
     problem = opened_up(problem)
     done = new_search(problem, OpenSettings.of(problem), progress=progress)
     done.run()
@@ -145,6 +174,7 @@ def advise(
     asking = _Asking(problem, done, None if plain is None else plain[0], own)
     without: list[Change] = []
     changes: list[Change] = []
+    alone: OneCard | None = None
     is_interrupted = done.is_interrupted
     if not is_interrupted:
         try:
@@ -153,17 +183,22 @@ def advise(
                 without.append(each)
             for each in asking.changes():
                 changes.append(each)
+            alone = asking.one_card()
         except KeyboardInterrupt:
             is_interrupted = True
     ranked = asking.ranked()
     step_s = ranked[0].step_s
+    taking_part = ranked[0].plan.ranks if is_searched else range(problem.cluster.num_devices)
     return Advice(
         plans=ranked,
-        without=tuple(replace(each, ratio=max(1.0, each.ratio / step_s)) for each in without),
+        without=tuple(
+            replace(each, ratio=max(1.0, asking.known_without(each) / step_s)) for each in without
+        ),
         changes=tuple(replace(each, ratio=min(1.0, each.ratio / step_s)) for each in changes),
+        alone=alone,
         left_out=tuple(_left_out(problem.cluster, ranked[0].plan)),
         precision=tuple(precision_notes(problem)),
-        launch=launch,
+        launch=launch(taking_part),
         is_interrupted=is_interrupted,
     )
 
@@ -255,131 +290,123 @@ class _Asking:
             is_one = len(each.ranks) == 1
             alike = "" if is_one else f", or any other of ranks {ranges(each.ranks)}"
             text = f"without rank {rank} ({each.kind.name}{alike})"
-            found.append((Change(text, math.inf, each.ranks), {rank}))
+            found.append((Change(text, math.inf, each.ranks, 1), {rank}))
         if 1 < len(cluster.hosts) <= MOST_CLASSES:
             for host in cluster.hosts:
                 ranks = {device.rank for device in cluster.devices if device.host == host}
-                found.append(
-                    (Change(f"without host {host}", math.inf, tuple(sorted(ranks))), ranks)
-                )
+                text = f"without host {host}"
+                found.append((Change(text, math.inf, tuple(sorted(ranks)), len(ranks)), ranks))
         for number, (change, ranks) in enumerate(found, start=1):
             self.done.report("clusters without some devices", number, len(found))
             left = [device for device in cluster.devices if device.rank not in ranks]
             if left:
-                yield replace(change, ratio=self._seconds_on(left))
+                yield replace(change, ratio=self._on(left).step_s)
 
-    def _seconds_on(self, left: Sequence[Device]) -> float:
-        """Seconds of a step on some of the devices."""
+    def known_without(self, change: Change) -> float:
+        """Seconds of the fastest plan so far that does without so many of the devices of a change:
+        a quick search on the others may have found less.
+        """
+        known = [change.ratio]
+        for drafted in self.done.drafted:
+            if len(set(change.ranks) - set(drafted.candidate.ranks)) >= change.num_ranks:
+                known.append(drafted.step_s)
+        return min(known)
+
+    def one_card(self) -> OneCard | None:
+        """The fastest device alone; where none holds the model, the one with the most memory. None
+        where there are no others.
+        """
+        cluster = self.problem.cluster
+        if cluster.num_devices == 1:
+            return None
+        best: tuple[RankedPlan, Device] | None = None
+        kinds = {device.kind: device for device in reversed(cluster.devices)}
+        for number, device in enumerate(list(kinds.values())[-MOST_CLASSES:], start=1):
+            self.done.report("one card alone", number, len(kinds))
+            found = self._on([device])
+            if found.plan is not None and (best is None or found.step_s < best[0].step_s):
+                text = f"{device.kind.name} (rank {device.rank}), {found.text}"
+                timeline = simulate(found.plan)
+                best = (RankedPlan(ONE_CARD, text, found.plan, timeline), device)
+        if best is not None:
+            return OneCard(best[1].rank, best[1].kind.name, best[0], best[0].text)
+        largest = max(cluster.devices, key=lambda device: device.kind.memory_bytes)
+        return OneCard(largest.rank, largest.kind.name, None, self._why_not(largest))
+
+    def _why_not(self, device: Device) -> str:
+        """Why a device cannot hold the model alone."""
+        needed = float(self.done.outline.static_bytes(False).sum())
+        memory = device.kind.memory_bytes
+        more = ", activations more than the rest" if needed <= memory else ""
+        return (
+            f"does not fit on {device.kind.name} (rank {device.rank}): weights, gradients and "
+            f"optimizer state take {human_bytes(needed)}, it has {human_bytes(memory)}{more}"
+        )
+
+    def _on(self, left: Sequence[Device]) -> _Quick:
+        """The best plan that a quick search finds on some of the devices."""
         cluster = self.problem.cluster.in_order(left)
         old_ranks = [device.rank for device in left]
-        seeds = [_carried_over(each, old_ranks) for each in self._best]
-        step_s, best = self._quick(cluster, [each for each in seeds if each is not None])
+        seeds = [carried_over(each, old_ranks) for each in self._best]
+        found = self._quick(cluster, [each for each in seeds if each is not None])
         known = self.done.best
-        if known is None or step_s < known.step_s:
+        if known is None or found.step_s < known.step_s:
             # a plan of the whole cluster, too, which leaves the others out
             shared = ReplicaChoice((DeviceGroup(tuple(old_ranks)),))
             self.done.draft(Candidate((shared,)))
-            if best is not None:
-                self.done.draft(_on_ranks(best.candidate, old_ranks))
-        return step_s
+            if found.searched is not None:
+                self.done.draft(on_ranks(found.searched.candidate, old_ranks))
+        return found
 
     def changes(self) -> Iterator[Change]:
         """Seconds of a step with one more card of each kind, and with faster links."""
         cluster = self.problem.cluster
-        for device in _one_of_each(cluster):
+        for device in one_of_each(cluster):
             self.done.report(f"one more {device.kind.name}", 1, 1)
             more = with_more(cluster, device, 1)
-            seeds = [*self._best, *(_with_card(each, more) for each in self._best)]
+            seeds = [*self._best, *(with_card(each, more) for each in self._best)]
             what = f"one more {device.kind.name} on host {device.host}"
-            yield Change(what, self._quick(more, seeds)[0])
+            yield Change(what, self._quick(more, seeds).step_s)
         if len(cluster.hosts) > 1:
-            changed = _faster_links(cluster)
+            changed = faster_links(cluster)
             what = f"links between hosts {FASTER_LINK:g} times as fast"
-            yield Change(what, self._quick(changed, self._best)[0])
+            yield Change(what, self._quick(changed, self._best).step_s)
 
-    def _quick(self, cluster: Cluster, seeds: Sequence[Candidate]) -> tuple[float, Drafted | None]:
-        """(seconds of the best plan of a quick search, infinite where nothing fits, that plan unless
-        it is data parallelism)
-        """
+    def _quick(self, cluster: Cluster, seeds: Sequence[Candidate]) -> _Quick:
+        """The best plan of a quick search, or data parallelism where that is faster."""
         problem = replace(self.problem, cluster=cluster)
         best = search(problem, OpenSettings.of(problem), QUICK, seeds=seeds).best
-        steps = [] if best is None else [best.step_s]
+        found = _Quick(math.inf, None, best)
+        if best is not None:
+            found = replace(found, step_s=best.step_s, plan=best.plan)
         plain, _ = data_parallel(problem)
         if plain is not None:
-            steps.append(simulate(plain[0]).step_s)
-        return min(steps, default=math.inf), best
+            plain_s = step_seconds(plain[0]).step_s
+            if plain_s < found.step_s:
+                found = replace(found, step_s=plain_s, plan=plain[0])
+        return found
 
 
-def _carried_over(candidate: Candidate, old_ranks: Sequence[int]) -> Candidate | None:
-    """A candidate without the devices that are not among `old_ranks`, whose places are the ranks of
-    the new cluster; stages that lost all their devices are gone. None where nothing is left.
-    """
-    new = {rank: place for place, rank in enumerate(old_ranks)}
-    replicas = []
-    for replica in candidate.replicas:
-        groups = []
-        for group in replica.groups:
-            ranks = tuple(new[rank] for rank in group.ranks if rank in new)
-            if ranks:
-                is_whole = len(ranks) == len(group.ranks)
-                groups.append(replace(group, ranks=ranks) if is_whole else DeviceGroup(ranks))
-        if groups:
-            is_same = len(groups) == len(replica.groups)
-            starts = replica.starts if is_same else None
-            replicas.append(replace(replica, groups=tuple(groups), starts=starts))
-    return replace(candidate, replicas=tuple(replicas)) if replicas else None
+@dataclass(frozen=True)
+class _Quick:
+    """What a quick search found on another cluster."""
 
+    step_s: float
+    """infinite: nothing fits"""
+    plan: Plan | None
+    searched: Drafted | None
+    """the best plan of the search, which data parallelism may beat"""
 
-def _on_ranks(candidate: Candidate, ranks: Sequence[int]) -> Candidate:
-    """The candidate on the devices of these ranks."""
-    replicas = []
-    for replica in candidate.replicas:
-        groups = tuple(
-            replace(group, ranks=tuple(ranks[rank] for rank in group.ranks))
-            for group in replica.groups
-        )
-        replicas.append(replace(replica, groups=groups))
-    return replace(candidate, replicas=tuple(replicas))
-
-
-def _with_card(candidate: Candidate, more: Cluster) -> Candidate:
-    """The candidate with the last device of the cluster in the first stage that has devices of its
-    kind; the model is cut anew.
-    """
-    new = more.devices[-1]
-    kinds = [device.kind for device in more.devices]
-    replicas = list(candidate.replicas)
-    for place, replica in enumerate(replicas):
-        for stage, group in enumerate(replica.groups):
-            if group.grid is None and new.kind in (kinds[rank] for rank in group.ranks):
-                groups = list(replica.groups)
-                groups[stage] = replace(group, ranks=(*group.ranks, new.rank))
-                replicas[place] = replace(replica, groups=tuple(groups), starts=None)
-                return replace(candidate, replicas=tuple(replicas))
-    return candidate
-
-
-def _faster_links(cluster: Cluster) -> Cluster:
-    """The cluster with links between hosts that are faster, curves and cards with them."""
-
-    def faster(link: Link) -> Link:
-        curve = tuple((size, FASTER_LINK * rate) for size, rate in link.curve)
-        card = link.card_bytes_per_s
-        return replace(
-            link,
-            bytes_per_s=FASTER_LINK * link.bytes_per_s,
-            curve=curve,
-            card_bytes_per_s=None if card is None else FASTER_LINK * card,
-        )
-
-    hosts = tuple(
-        each if each.inter_host is None else replace(each, inter_host=faster(each.inter_host))
-        for each in cluster.host_links
-    )
-    pairs = tuple(replace(each, link=faster(each.link)) for each in cluster.pair_links)
-    return replace(
-        cluster, inter_host=faster(cluster.inter_host), host_links=hosts, pair_links=pairs
-    )
+    @property
+    def text(self) -> str:
+        """What the plan does on one device."""
+        if self.plan is None:
+            return "nothing fits"
+        memory = ""
+        if self.searched is not None and self.searched.plan is self.plan:
+            memory = self.searched.candidate.memory.text
+        micro_batches = count(self.plan.num_micro_batch, "micro-batch")
+        return f"{micro_batches}, {memory}" if memory else micro_batches
 
 
 def _left_out(cluster: Cluster, plan: Plan) -> list[str]:
@@ -410,10 +437,3 @@ def kind_of(candidate: Candidate, num_devices: int) -> str:
     what = "waves" if first.num_chunks > 1 else "pipeline"
     is_shared = len(candidate.replicas) > 1 or max(first.widths) > 1
     return f"{what} x data parallel" if is_shared else what
-
-
-def _one_of_each(cluster: Cluster) -> list[Device]:
-    found: dict[tuple[DeviceKind, str], Device] = {}
-    for device in cluster.devices:
-        found.setdefault((device.kind, device.host), device)
-    return list(found.values())[:MOST_CLASSES]

@@ -22,6 +22,8 @@ from whale.units import ranges
 
 ANY_GRID: GridShape = (0, 0, 0)
 """the shape that the planner finds best (`planning/grids.py`)"""
+CHOSEN = "chosen by the search"
+"""why something is as it is, in the decisions of a plan"""
 Recompute = bool | str | tuple[str, ...]
 """as the setting `recompute`: "auto", True, False, or names of modules"""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whale.planning.problem import HALF_PRECISIONS, Problem
+from whale.units import compared
 
 PRECISIONS = ("fp32", *HALF_PRECISIONS)
 WORTH_IT = 1.05
@@ -27,8 +28,8 @@ def precision_notes(problem: Problem) -> list[str]:
         slow = " (it has no tensor cores for it)" if is_slow else ""
         notes.append(
             f"{kind.name}: {asked}{slow} multiplies at {_tera(rates[asked])} TFLOP/s; "
-            f'"precision": "{best}" at {_tera(rates[best])}, {rates[best] / rates[asked]:.2g} '
-            "times as fast"
+            f'"precision": "{best}" at {_tera(rates[best])}, '
+            f"{compared(rates[best] / rates[asked], 'faster', 'slower')}"
         )
     totals = {}
     for name in (*PRECISIONS, "tf32"):
@@ -37,14 +38,14 @@ def precision_notes(problem: Problem) -> list[str]:
     if has_tf32 and totals["tf32"] > WORTH_IT * totals["fp32"]:
         notes.append(
             'float32 products in TF32, torch.set_float32_matmul_precision("high"): '
-            f"{totals['tf32'] / totals['fp32']:.2g} times as fast, all devices together"
+            f"{compared(totals['tf32'] / totals['fp32'], 'faster', 'slower')}, all devices together"
         )
     best = max(PRECISIONS, key=lambda name: totals[name])
     if len(set(wanted)) > 1 or (wanted and best not in wanted):
-        compared = ", ".join(f"{name} {_tera(totals[name])}" for name in PRECISIONS)
+        rates_of_all = ", ".join(f"{name} {_tera(totals[name])}" for name in PRECISIONS)
         notes.append(
             f'All ranks compute in one precision: "{best}" is the fastest, all devices together '
-            f"(TFLOP/s: {compared})"
+            f"(TFLOP/s: {rates_of_all})"
         )
     return notes
 

@@ -322,7 +322,9 @@ class Search:
             self.draft(self.candidate_of(estimate))
 
     def _different(self, estimates: Iterable[Estimate]) -> list[Estimate]:
-        """Without those that only call by another name what is the same, or was drafted before."""
+        """The estimates without those that only call by another name what is the same, or was
+        drafted before.
+        """
         found: dict[object, Estimate] = {}
         for estimate in estimates:
             key = self._family(estimate)

@@ -38,7 +38,9 @@ class OutlineMemory:
 
     @cached_property
     def static(self) -> tuple[list[float], list[float]]:
-        """Without and with buckets for gradients that are all-reduced."""
+        """Prefix sums of what segments hold all the time, without and with buckets for gradients that
+        are all-reduced.
+        """
         return prefix_sums(self.outline.static_bytes(False)), prefix_sums(
             self.outline.static_bytes(True)
         )

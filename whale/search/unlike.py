@@ -12,7 +12,14 @@ from whale.planning.replicas import plan_of_replicas
 from whale.planning.stages import Assignment
 from whale.plans.plan import Plan
 from whale.scheduling.placement import loop, zigzag
-from whale.search.candidate import ANY_GRID, Candidate, DeviceGroup, Recompute, ReplicaChoice
+from whale.search.candidate import (
+    ANY_GRID,
+    CHOSEN,
+    Candidate,
+    DeviceGroup,
+    Recompute,
+    ReplicaChoice,
+)
 
 
 def plan_of_candidate(
@@ -41,6 +48,7 @@ def _spec(replica: ReplicaChoice, recompute: Recompute) -> ReplicaSpec:
         schedule=replica.schedule,
         num_waves=replica.num_chunks // 2 if replica.num_chunks > 1 else None,
         recompute=recompute,
+        why=CHOSEN,
     )
 
 

@@ -141,9 +141,12 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Part of the devices' time in which they compute nothing, 0 to 1."""
-        total = self.step_s * len(self.devices)
-        return 1 - sum(device.busy_s for device in self.devices) / total if total else 0.0
+        """Part of their time in which devices compute nothing, 0 to 1. Only devices that have
+        samples count, and not those that the plan leaves out.
+        """
+        busy_s = [device.busy_s for device in self.devices if device.compute_s > 0]
+        total_s = self.step_s * len(busy_s)
+        return 1 - sum(busy_s) / total_s if total_s else 0.0
 
     def idle_s(self, rank: int) -> float:
         device = self.devices[rank]
