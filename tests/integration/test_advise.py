@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from whale.cli import app, planning
 from whale.report.advice_page import effect
 from whale.search import advice
-from whale.search.search import Search, SearchProgress, search
+from whale.search.search import Search, search
+from whale.search.tries import SearchProgress
 
 SCRIPT = """
 import torch, whale as wh

@@ -31,9 +31,10 @@ from whale.search.choose import (
 from whale.search.drafting import Drafted
 from whale.search.point import Point
 from whale.search.precision import precision_notes
-from whale.search.search import Search, SearchProgress, new_search, search
+from whale.search.search import Search, new_search, search
 from whale.search.settings import OpenSettings, settled
 from whale.search.shapes import MOST_CLASSES, device_classes
+from whale.search.tries import SearchProgress
 from whale.simulation.simulate import simulate
 from whale.simulation.timeline import ELSEWHERE, Timeline
 from whale.units import ranges

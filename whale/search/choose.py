@@ -20,8 +20,9 @@ from whale.plans.shares import DoesNotFit
 from whale.search.budget import Budget
 from whale.search.drafting import Drafted, actions_seconds
 from whale.search.point import Point, Shape
-from whale.search.search import Search, SearchProgress, new_search, search
+from whale.search.search import Search, new_search, search
 from whale.search.settings import AUTO, OpenSettings, is_open, settled
+from whale.search.tries import SearchProgress
 from whale.simulation.simulate import step_seconds
 from whale.units import human_bytes, human_seconds, ranges
 
