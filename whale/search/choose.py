@@ -404,7 +404,7 @@ def _with_annotations(problem: Problem, progress: Report) -> tuple[Plan, Assignm
     if best is None:
         if done.is_interrupted:
             raise KeyboardInterrupt  # there is no plan yet that could be given
-        refused = done.refusals[0]
+        refused = done.refusal
         raise _with_offer(problem, refused) if isinstance(refused, DoesNotFit) else refused
     others = _drafted_besides(done, best)
     why = f"{done.why}; {_why(done, best, others[:2])}"

@@ -22,7 +22,7 @@ from whale.planning.replicas import with_precision
 from whale.planning.schedules import FIXED_ORDERS
 from whale.planning.stages import Assignment, state_behind
 from whale.plans.plan import Plan
-from whale.plans.shares import DoesNotFit
+from whale.plans.shares import DoesNotFit, NotEnoughMemory
 from whale.search.budget import Budget
 from whale.search.candidate import Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
 from whale.search.drafting import DRAFT_TRIES, Drafted
@@ -126,12 +126,15 @@ class MarkedSearch(Tries):
         return self.unmarked.text(self.best.choice.rest)
 
     @property
+    def refusal(self) -> ValueError:
+        """Why there is no plan: what keeps the first choice from being one."""
+        return next(iter(self.refusals), DoesNotFit(self.tried[-1].problem))
+
+    @property
     def why_left_out(self) -> str:
         """Why the best plan leaves devices out."""
-        for each in self.drafted:
-            if not each.plan.left_out:
-                return LONGER
-        return str(self.refusals[0])
+        is_whole = any(not each.plan.left_out for each in self.drafted)
+        return LONGER if is_whole else str(self.refusal)
 
     # ---- estimates
 
@@ -181,10 +184,10 @@ class MarkedSearch(Tries):
                 if made is not None and (best is None or made.score_s < best.score_s):
                     best = made
                     worse = 0
-                elif best is not None and (worse := worse + 1) == PATIENCE:
+                elif (best is not None and (worse := worse + 1) == PATIENCE) or (
+                    best is None and not _may_be_smaller(self.refusals[-1])
+                ):
                     break
-                elif best is None and not isinstance(self.refusals[-1], DoesNotFit):
-                    break  # another number does not help
             if best is None:
                 return None
         if best is not None and best.is_short:
@@ -241,10 +244,9 @@ class MarkedSearch(Tries):
         """Where memory is short: what ranks hold alike in parts, and homes elsewhere, cheapest
         first. What fits without recomputation is not tried with more beside it.
         """
-        wanted = rests if self.settings.zero_for_speed else [r for r in rests if r in self.short]
-        if self.best is not None:
-            wanted = wanted[: self.budget.zero]
-        for rest in wanted:
+        is_for_speed = self.settings.zero_for_speed
+        wanted = [rest for rest in rests if is_for_speed or rest in self.short]
+        for rest in wanted[: self.budget.zero or int(self.best is None)]:
             fitting: list[Try] = []
             for number, memory in enumerate(self.measures[1:], start=1):
                 own = Try(memory.zero, memory.offload)
@@ -285,6 +287,12 @@ class MarkedSearch(Tries):
             if best.plan.schedule.name not in FIXED_ORDERS:
                 self.report("order of actions", 1, 1)
                 self.draft(best.choice, None)
+
+
+def _may_be_smaller(refusal: ValueError) -> bool:
+    """Whether more micro-batches may make it fit: not where weights alone are too much."""
+    is_over_full = isinstance(refusal, NotEnoughMemory) and refusal.is_over_full
+    return isinstance(refusal, DoesNotFit) and not is_over_full
 
 
 def candidate_of(problem: Problem, plan: Plan, choice: MarkedChoice) -> Candidate:
