@@ -25,7 +25,7 @@ hosts: [{name: localhost, devices: [{kind: fast}, {kind: slow}, {kind: slow}]}]
 links:
   intra_host: {gb_per_s: 0.0005, latency_us: 10}
 kinds:
-  fast: {tflop_per_s: 0.000004, memory_gb: 1, gb_per_s: 0.1}
+  fast: {tflop_per_s: 0.0000024, memory_gb: 1, gb_per_s: 0.1}
   slow: {tflop_per_s: 0.000002, memory_gb: 1, gb_per_s: 0.1}
 """
 
@@ -46,7 +46,7 @@ def mini_batches() -> list[torch.Tensor]:
 def train(file: str) -> tuple[list[float], dict[str, torch.Tensor] | None, str, int]:
     wh.init({"cluster": file, "strategy": "auto"})
     batches = mini_batches()
-    annotated = wh.annotate(model(), {str(LAYERS - 1): wh.split(2)})
+    annotated = wh.annotate(model(), {"[34]": wh.split(2)})
     engine = wh.parallelize(annotated, batches[0], optimizer=sgd, loss=mean_square)
     losses = [engine.step(batch).loss for batch in batches]
     weights = engine.full_state_dict()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 import torch
+from torch.fx import Node
 
 import whale as wh
 from tests.unit.test_search import Net, plan_of, problem_of, strategy_of
 from tests.unit.test_search_memory import HOST, MEGA, TRAINED_BYTES, fits, is_elsewhere
 from tests.unit.test_search_memory import Net as Deep
 from tests.unit.test_search_memory import cluster as two_hosts
-from whale.annotation import Mark, Strategy
+from whale.annotation import Mark, Scope, Strategy
 from whale.capture.graph import module_name
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
 from whale.planning.planner import make_plan
@@ -47,7 +48,7 @@ def why_of(plan: Plan) -> str:
     return next(each.why for each in plan.decisions if each.what == "strategy")
 
 
-def hand_marks(problem: Problem, layers: int) -> Iterator[dict[object, Mark]]:
+def hand_marks(problem: Problem, layers: int) -> Iterator[dict[Node, Mark]]:
     """Every way to give the layers in front of the last one, which is marked, devices of their own:
     all cuts between two layers, all widths that go with four devices.
     """
@@ -57,7 +58,7 @@ def hand_marks(problem: Problem, layers: int) -> Iterator[dict[object, Mark]]:
             for borders in combinations(range(1, own), stages - 1):
                 widths = [b - a for a, b in pairwise([0, *borders, own])]
                 for starts in combinations(range(1, layers - 1), stages - 1):
-                    marks = {}
+                    marks: dict[Node, Mark] = {}
                     for node in problem.captured.compute_nodes():
                         parts = module_name(node).split(".")
                         if len(parts) < 2 or node in problem.marks:
@@ -73,7 +74,7 @@ def test_the_unmarked_rest_is_as_fast_as_the_best_by_hand() -> None:
     model = wh.annotate(Net(layers), {f"layers.{layers - 1}": wh.replicate(1)})
     found: list[Plan] = []
     problem = problem_of(lambda: found.append(plan_of(model, MIXED, strategy="auto")))
-    by_hand = [problem.marks, *hand_marks(problem, layers)]
+    by_hand: list[Mapping[Node, Mark]] = [problem.marks, *hand_marks(problem, layers)]
     steps = []
     for marks in by_hand:
         for number in (1, 4, 8):
@@ -95,7 +96,7 @@ def test_the_unmarked_rest_is_as_fast_as_the_best_by_hand() -> None:
         ("layers.0", wh.replicate(1)),
     ],
 )
-def test_what_is_marked_stays(pattern: str, scope: wh.annotation.Scope) -> None:
+def test_what_is_marked_stays(pattern: str, scope: Scope) -> None:
     plan = plan_of(wh.annotate(Net(), {pattern: scope}), MIXED, strategy="auto")
     strategy = scope.strategy
     assert len(plan.task_graphs) > 1
@@ -199,7 +200,7 @@ def test_a_device_that_makes_the_step_longer_is_left_out() -> None:
     ],
 )
 def test_contradictions_are_named(
-    marks: dict[str, wh.annotation.Scope], settings: dict[str, int], message: str
+    marks: dict[str, Scope], settings: dict[str, int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         plan_of(wh.annotate(Net(), marks), MIXED, strategy="auto", **settings)
