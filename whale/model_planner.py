@@ -36,7 +36,7 @@ from whale.plans.plan import Decision, Plan
 from whale.plans.shards import Shards
 from whale.runtime.update import OptimizerFactory
 from whale.search.choose import choose_plan
-from whale.search.search import SearchProgress
+from whale.search.tries import SearchProgress
 
 logger = logging.getLogger("whale")
 

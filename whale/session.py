@@ -17,7 +17,7 @@ from whale.distributed.job_cluster import ClusterLike
 from whale.distributed.ranks import Ranks
 from whale.planning.problem import Problem
 from whale.plans.plan import Plan
-from whale.search.search import SearchProgress
+from whale.search.tries import SearchProgress
 
 
 @dataclass

@@ -14,7 +14,8 @@ from whale.cli import app, planning
 from whale.cluster.file import loads
 from whale.report.advice_page import effect
 from whale.search import advice
-from whale.search.search import Search, SearchProgress, search
+from whale.search.search import Search, search
+from whale.search.tries import SearchProgress
 
 SCRIPT = """
 import torch, whale as wh

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from whale.cluster.cluster import Cluster
     from whale.planning.problem import Problem
     from whale.plans.plan import Plan
-    from whale.search.search import SearchProgress
+    from whale.search.tries import SearchProgress
 
 
 PORT = 29500

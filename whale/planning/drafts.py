@@ -138,7 +138,8 @@ class OrderDrafts:
         counts = chunk_counts(problem.config, len(self._placement.virtual_devices))
         if self.arrangement is not None:
             counts = (self.arrangement.num_chunks,)
-        for num_chunks in counts[:1] if problem.is_trial else counts:
+        is_first_only = problem.is_trial or problem.keeps_marks
+        for num_chunks in counts[:1] if is_first_only else counts:
             try:
                 drafts[num_chunks] = self._with_chunks(num_chunks)
             except DoesNotFit as error:  # "auto": other numbers of chunks lie otherwise in memory

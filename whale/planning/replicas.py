@@ -46,13 +46,13 @@ def plan_of_replicas(
     plans = [draft.plan(model) for draft in drafts]
     assignment = drafts[0].draft.assignment
     if len(plans) == 1:
-        return _with_precision(problem, _on_ranks(problem, plans[0], groups[0])), assignment
+        return with_precision(problem, _on_ranks(problem, plans[0], groups[0])), assignment
     ranks = [ranks_of_group(group) for group in groups]
     joined = join(problem, plans, ranks, _decisions(plans))
-    return _with_precision(problem, joined), assignment
+    return with_precision(problem, joined), assignment
 
 
-def _with_precision(problem: Problem, plan: Plan) -> Plan:
+def with_precision(problem: Problem, plan: Plan) -> Plan:
     """The plan with what it says of float32 products where a device without TF32, of another
     replica or left out, keeps those that have it from using it: all ranks round alike.
     """

@@ -38,9 +38,10 @@ from whale.search.other_clusters import (
 )
 from whale.search.point import Point
 from whale.search.precision import precision_notes
-from whale.search.search import Search, SearchProgress, new_search, search
+from whale.search.search import Search, new_search, search
 from whale.search.settings import OpenSettings, settled
 from whale.search.shapes import MOST_CLASSES, device_classes
+from whale.search.tries import SearchProgress
 from whale.simulation.simulate import simulate, step_seconds
 from whale.simulation.timeline import ELSEWHERE, Timeline
 from whale.units import count, human_bytes, ranges

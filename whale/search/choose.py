@@ -19,9 +19,11 @@ from whale.plans.plan import Alternative, Decision, Plan
 from whale.plans.shares import DoesNotFit
 from whale.search.budget import Budget
 from whale.search.drafting import Drafted, actions_seconds
+from whale.search.marked import LONGER, new_marked_search
 from whale.search.point import Point, Shape
-from whale.search.search import Search, SearchProgress, new_search, search
+from whale.search.search import Search, new_search, search
 from whale.search.settings import AUTO, OpenSettings, is_open, settled
+from whale.search.tries import SearchProgress, Tries
 from whale.simulation.simulate import step_seconds
 from whale.units import human_bytes, human_seconds, ranges
 
@@ -57,7 +59,7 @@ def choose_plan(problem: Problem, progress: Report = silent) -> tuple[Plan, Assi
         except DoesNotFit as error:
             raise _with_offer(problem, error) from None
     if is_annotated(problem):
-        return _with_annotations(problem)
+        return _with_annotations(problem, progress)
     plain, refused = data_parallel(problem)
     if plain is not None and not problem.updates_alone:
         return _with_decision(problem, plain, "the optimizer looks at all parameters at once")
@@ -190,7 +192,7 @@ def _best_of(
     return _with_decision(problem, made, why, best, left_over, others)
 
 
-def _drafted_besides(done: Search, best: Drafted | None) -> list[Alternative]:
+def _drafted_besides(done: Tries, best: Drafted | None) -> list[Alternative]:
     """The plans of a search without the one that is taken, fastest first; of those with the same
     description the fastest.
     """
@@ -201,13 +203,13 @@ def _drafted_besides(done: Search, best: Drafted | None) -> list[Alternative]:
     return [Alternative(what, step_s) for what, step_s in steps_s.items() if what != taken]
 
 
-def _why(done: Search, best: Drafted, compared: list[Alternative]) -> str:
+def _why(done: Tries, best: Drafted, compared: list[Alternative]) -> str:
     texts = [f"{each.what} {human_seconds(each.step_s)}" for each in compared]
     following = f"; next: {'; '.join(texts)}" if texts else ""
     return f"{_counts(done)}; a step takes {human_seconds(best.step_s)}{following}"
 
 
-def _counts(done: Search) -> str:
+def _counts(done: Tries) -> str:
     interrupted = ", interrupted" if done.is_interrupted else ""
     sliced = "" if done.slices is None else f", {done.slices.text}"
     estimates = count(done.num_estimates, "arrangement")
@@ -221,6 +223,7 @@ def _with_decision(
     best: Drafted | None = None,
     left_over: Sequence[int] = (),
     others: Sequence[Alternative] = (),
+    why_left_out: str = LONGER,
 ) -> tuple[Plan, Assignment]:
     """The plan with what the search says of it. `left_over`: ranks that are in no slice of a large
     cluster; `others`: plans that were drafted besides.
@@ -232,8 +235,7 @@ def _with_decision(
     slower = [rank for rank in left_out if rank not in left_over]
     over = [rank for rank in left_out if rank in left_over]
     if slower:
-        text = "with them a step takes longer: they would be waited for, or hold gradients up"
-        decisions.append(Decision("devices left out", f"rank {ranges(slower)}", text))
+        decisions.append(Decision("devices left out", f"rank {ranges(slower)}", why_left_out))
     if over:
         text = (
             "their hosts are too many or too few for equal slices of the cluster, and plans with "
@@ -394,42 +396,17 @@ def _fits(problem: Problem) -> bool:
     return search(problem, OpenSettings.of(problem), budget=OFFER).best is not None
 
 
-def _with_annotations(problem: Problem) -> tuple[Plan, Assignment]:
-    """An annotated model: what is marked stays; micro-batches and schedule are chosen."""
-    settings = OpenSettings.of(problem)
-    best: tuple[float, Plan, Assignment] | None = None
-    refused: ValueError | None = None
-    tried = 0
-    counts = settings.micro_batches(problem.batch_size)
-    schedules = [settings.schedule] if settings.schedule is not None else ["1f1b", AUTO]
-    worse = 0
-    for number in counts:
-        steps = []
-        for schedule in schedules:
-            changes = {"num_micro_batch": number, "num_task_graph": None, "schedule": schedule}
-            config = settled(problem.config).replace(**changes)
-            try:
-                plan, assignment = make_plan(replace(problem, config=config, is_advised=False))
-            except ValueError as error:
-                refused = refused or error
-                continue
-            tried += 1
-            score_s = step_seconds(plan).step_s + actions_seconds(plan)
-            steps.append(score_s)
-            if best is None or score_s < best[0]:
-                best = (score_s, plan, assignment)
-        if best is None or (steps and min(steps) <= best[0]):
-            worse = 0
-        elif (worse := worse + 1) == PATIENCE:
-            break
+def _with_annotations(problem: Problem, progress: Report) -> tuple[Plan, Assignment]:
+    """The best plan of an annotated model: what is marked stays."""
+    done = new_marked_search(problem, progress)
+    done.run()
+    best = done.best
     if best is None:
-        assert refused is not None
-        raise refused
-    why = f"{count(tried, 'plan')} made; what is annotated stays"
-    text = f"as annotated, {count(best[1].num_micro_batch, 'micro-batch')}, {best[1].schedule.name}"
-    decisions = (Decision(STRATEGY, text, why), *best[1].decisions)
-    return replace(best[1], decisions=decisions), best[2]
-
-
-PATIENCE = 2
-"""so many larger numbers of micro-batches in a row that are slower end the comparison"""
+        if done.is_interrupted:
+            raise KeyboardInterrupt  # there is no plan yet that could be given
+        refused = done.refusal
+        raise _with_offer(problem, refused) if isinstance(refused, DoesNotFit) else refused
+    others = _drafted_besides(done, best)
+    why = f"{done.why}; {_why(done, best, others[:2])}"
+    made = (best.plan, best.assignment)
+    return _with_decision(problem, made, why, best, (), others, done.why_left_out)

@@ -13,17 +13,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whale.cluster.cluster import Cluster
 from whale.planning.problem import Problem, check_loss_and_buffers
 from whale.planning.schedules import FIXED_ORDERS
-from whale.plans.shares import DoesNotFit
 from whale.search.blocks import Blocks
 from whale.search.budget import Budget
 from whale.search.candidate import Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
-from whale.search.drafting import Drafted, Drafting, prove
+from whale.search.drafting import Drafted, Drafting
 from whale.search.equal_stages import draft_equal
 from whale.search.estimate import Estimator
 from whale.search.memory_drafts import draft_offload, draft_zero
@@ -32,9 +31,9 @@ from whale.search.outline import Outline
 from whale.search.point import Estimate, Point, Shape
 from whale.search.settings import OpenSettings
 from whale.search.shapes import shapes, subsets
-from whale.search.slices import Slices, draft_slices
+from whale.search.slices import draft_slices
 from whale.search.split_drafts import draft_split, draft_tensor_groups
-from whale.units import human_seconds
+from whale.search.tries import SearchProgress, Tried, Tries
 
 LOOKED_AT = 3
 """so many times more estimates get their best cuts than are drafted"""
@@ -50,54 +49,14 @@ MOST_REFUSED = 4
 """so many times more estimates and drafts where few fit"""
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A candidate that was drafted, for the record."""
-
-    candidate: Candidate
-    step_s: float
-    """infinite: it could not be"""
-    problem: str = ""
-
-
-@dataclass(frozen=True)
-class SearchProgress:
-    """How far a search has come."""
-
-    what: str
-    done: int
-    of: int
-    """0: not known"""
-    best: Drafted | None
-
-    @property
-    def text(self) -> str:
-        """What is tried, and the best so far, in one line."""
-        tried = f"{self.what} {self.done} of {self.of}" if self.of else f"{self.what} {self.done}"
-        if self.best is None:
-            return f"search: {tried}; no plan yet"
-        best = f"{human_seconds(self.best.step_s)} a step, {self.best.candidate.describe()}"
-        return f"search: {tried}; best so far: {best}"
-
-
 @dataclass
-class Search:
-    """One search."""
+class Search(Tries):
+    """One search for a model without annotations."""
 
-    problem: Problem
-    settings: OpenSettings
-    budget: Budget
-    progress: Callable[[SearchProgress], None] = lambda _: None
     seeds: Sequence[Candidate] = ()
     """drafted before all others: what was found for a problem that is nearly the same"""
-    drafted: list[Drafted] = field(default_factory=list)
-    tried: list[Tried] = field(default_factory=list)
-    num_estimates: int = 0
     least_short_s: float = math.inf
     """what the fastest of the points may take that memory keeps from fitting, or has recompute"""
-    is_interrupted: bool = False
-    slices: Slices | None = None
-    """of a large cluster, one of which was searched; None: the whole cluster was"""
 
     def __post_init__(self) -> None:
         self.outline = Outline(self.problem)
@@ -115,31 +74,12 @@ class Search:
         """of estimates that were drafted"""
         self._signatures: set[object] = set()
 
-    @property
-    def best(self) -> Drafted | None:
-        return min(self.drafted, key=lambda each: each.score_s, default=None)
-
-    def run(self) -> None:
-        """Fills `drafted`; an interrupt ends it with what is there."""
-        try:
-            for seed in self.seeds:
-                self.draft(seed)
-            if not draft_slices(self):
-                self._draft_all()
-        except KeyboardInterrupt:
-            self.is_interrupted = True
-        self._prove_best()
-
-    def _prove_best(self) -> None:
-        """Proves the best plan. One that is over-full at some action is no plan: the next one is the
-        best then.
-        """
-        while (best := self.best) is not None:
-            try:
-                return prove(best.plan)
-            except DoesNotFit as error:
-                self.drafted = [each for each in self.drafted if each is not best]
-                self.tried.append(Tried(best.candidate, math.inf, str(error)))
+    def _draft_everything(self) -> None:
+        """Seeds, then slices of a large cluster, or drafts of every kind."""
+        for seed in self.seeds:
+            self.draft(seed)
+        if not draft_slices(self):
+            self._draft_all()
 
     def _draft_all(self) -> None:
         """Drafts of every kind on the whole cluster."""
@@ -484,9 +424,6 @@ class Search:
                         is_better = True
                         break
 
-    def report(self, what: str, done: int, of: int) -> None:
-        self.progress(SearchProgress(what, done, of, self.best))
-
 
 def new_search(
     problem: Problem,
@@ -498,7 +435,7 @@ def new_search(
     """A search that is to be run. `seeds`: candidates that are drafted first."""
     number = sum(1 for _ in problem.captured.compute_nodes())
     chosen = budget or Budget.for_problem(number, problem.cluster.num_devices)
-    return Search(replace(problem), settings, chosen, progress, seeds)
+    return Search(replace(problem), settings, chosen, progress, seeds=seeds)
 
 
 def search(

@@ -62,7 +62,7 @@ def large_weights(outline: Outline) -> list[LargeWeight]:
     """Parameters of products that are a notable part of the model, the largest first."""
     state = outline.problem.captured.state
     total = sum(tensor.num_bytes for tensor in state.values() if tensor.trainable)
-    readers = _readers(outline)
+    readers = parameter_readers(outline)
     tail = _tail(outline, readers)
     costs = outline.costs
     size = outline.problem.batch_size
@@ -108,7 +108,7 @@ def split_operations(outline: Outline, parameters: Iterable[str]) -> frozenset[N
     all that comes behind up to the loss, where nothing else is trained there.
     """
     names = set(parameters)
-    readers = _readers(outline)
+    readers = parameter_readers(outline)
     chosen = {node for name in names for node in readers.get(name, ())}
     modules = {name.rpartition(".")[0] for name in names} - {""}
     for node in outline.activations:
@@ -138,7 +138,7 @@ def _reached(
     return found
 
 
-def _readers(outline: Outline) -> dict[str, list[Node]]:
+def parameter_readers(outline: Outline) -> dict[str, list[Node]]:
     """Parameter -> the activations that read it."""
     kinds = outline.problem.kinds
     state = outline.problem.captured.state
