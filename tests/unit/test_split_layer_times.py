@@ -140,14 +140,18 @@ def test_a_row_for_data_sheet_kinds_too() -> None:
     assert layer_line(plan) == "3 modules on T4, 3 split over 2 devices"
 
 
+@pytest.mark.parametrize("rate", [1e9, 1e7], ids=["fast link", "slow link"])
 @pytest.mark.parametrize(("split_s", "is_split"), [(0.004, True), (0.040, False)])
-def test_the_search_splits_where_the_rows_say_so(split_s: float, is_split: bool) -> None:
-    """One device takes 10 ms for a layer and 1 to 4 samples: two that share the samples take 10 ms
-    as well, two that split the layer what the rows of width 2 say.
+def test_the_search_splits_where_the_rows_say_so(
+    split_s: float, is_split: bool, rate: float
+) -> None:
+    """One device takes 10 ms for a layer and any samples: two that share the samples take 10 ms as
+    well, two that split the layer what the rows of width 2 say, whatever the cost model makes of
+    their messages.
     """
     alone: list[Row] = [(samples, 1, 0.004, 0.006) for samples in (1, 2, 4, 8)]
     together: list[Row] = [(samples, 2, 0.4 * split_s, 0.6 * split_s) for samples in (1, 2, 4, 8)]
-    cluster = cards(rows(*alone, *together))
+    cluster = cards(rows(*alone, *together), rate)
     plan = wh.plan(Net(), BATCH, cluster=cluster, config={"num_micro_batch": 1})
     assert bool(plan.shardings) == is_split
     assert ("split over 2 devices" in layer_line(plan)) == is_split
