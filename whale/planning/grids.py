@@ -421,40 +421,49 @@ class GridProblem:
         self, device: VirtualDevice, grid: Grid, memory_price: float | None = None
     ) -> GridCosts:
         """Speeds of the slowest device and of the slowest link along each axis."""
-        kinds = self._kinds_of([device])
-        rates = {}
-        latencies = []
-        for axis in grid.axes:
-            links = self._links(device, grid, axis)
-            rates[axis] = min(link.bytes_per_s for link in links)
-            latencies.append(max(link.latency_s for link in links))
-        costs = GridCosts(
-            bytes_per_s=rates,
-            latency_s=max(latencies, default=0.0),
-            flop_per_s=min(kind.reached_flop_per_s(self.dtype) for kind in kinds),
-            memory_bytes_per_s=min(kind.reached_bytes_per_s for kind in kinds),
+        costs = replace(
+            grid_costs(self.cluster, device.ranks, grid, self.dtype),
             num_micro_batch=self.num_micro_batch,
             state_per_weight=self.state_per_weight,
             is_counted=grid.num_devices <= COUNTED_UP_TO,
         )
         return costs if memory_price is None else replace(costs, memory_price=memory_price)
 
-    def _links(self, device: VirtualDevice, grid: Grid, axis: str) -> list[Link]:
-        """Links that the subgroups along an axis use, one for each pair of hosts: hosts decide
-        which link two devices have.
-        """
-        firsts = [place for place in range(grid.num_devices) if grid.coordinate(place, axis) == 0]
-        found: dict[tuple[str, str], Link] = {}
-        for first, *others in (grid.subgroup(place, [axis]) for place in firsts):
-            for members in device.ranks:
-                for other in others:
-                    pair = (
-                        self.cluster.devices[members[first]].host,
-                        self.cluster.devices[members[other]].host,
-                    )
-                    if pair not in found:
-                        found[pair] = self.cluster.link(members[first], members[other])
-        return list(found.values())
+
+def grid_costs(
+    cluster: Cluster, ranks: Sequence[Sequence[int]], grid: Grid, dtype: str
+) -> GridCosts:
+    """Speeds of the slowest device and of the slowest link along each axis. `ranks`: those of the
+    grid in each model replica.
+    """
+    kinds = {cluster.devices[rank].kind for members in ranks for rank in members}
+    rates = {}
+    latencies = []
+    for axis in grid.axes:
+        links = _links(cluster, ranks, grid, axis)
+        rates[axis] = min(link.bytes_per_s for link in links)
+        latencies.append(max(link.latency_s for link in links))
+    return GridCosts(
+        bytes_per_s=rates,
+        latency_s=max(latencies, default=0.0),
+        flop_per_s=min(kind.reached_flop_per_s(dtype) for kind in kinds),
+        memory_bytes_per_s=min(kind.reached_bytes_per_s for kind in kinds),
+    )
+
+
+def _links(cluster: Cluster, ranks: Sequence[Sequence[int]], grid: Grid, axis: str) -> list[Link]:
+    """Links that the subgroups along an axis use, one for each pair of hosts: hosts decide which
+    link two devices have.
+    """
+    firsts = [place for place in range(grid.num_devices) if grid.coordinate(place, axis) == 0]
+    found: dict[tuple[str, str], Link] = {}
+    for first, *others in (grid.subgroup(place, [axis]) for place in firsts):
+        for members in ranks:
+            for other in others:
+                pair = (cluster.devices[members[first]].host, cluster.devices[members[other]].host)
+                if pair not in found:
+                    found[pair] = cluster.link(members[first], members[other])
+    return list(found.values())
 
 
 def _decision(best: _Tried, tried: Sequence[_Tried], num_grids: int) -> Decision:
