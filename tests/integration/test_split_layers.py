@@ -33,6 +33,8 @@ preload("tests.integration.test_split_layers")
 SAMPLES = 3
 """which two ranks cannot share evenly"""
 TOLERANCE = 1e-10
+PRODUCTS = ("qkv.weight", "out.weight", "up.weight", "down.weight", "gate_up.weight")
+"""names of weights that a grid cuts"""
 
 
 def prepared_model(name: str) -> CapturedModel:
@@ -69,6 +71,8 @@ def _error(
         part = _part(values[node].detach(), split.input_layout(node, SAMPLES))
         parts[node] = part.requires_grad_(values[node].requires_grad)
     modules = split.modules(SAMPLES)
+    products = [name for name in modules.sharding.stored if name.endswith(PRODUCTS)]
+    assert all(modules.sharding.stored[name].sharded for name in products), "nothing is split"
     own = dict(zip(program.sent, modules(SAMPLES)(*parts.values()), strict=True))
     symbol = prepared.captured.batch_symbol
     dims = {node: batch_dim(node, symbol) for node in (*program.sent, *program.received)}
@@ -107,6 +111,7 @@ def _difference(own: Tensor, whole: Tensor, dim: int | None) -> float:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own.detach())
     found = everyone[0] if dim is None else torch.cat(everyone, dim)
+    whole = whole.detach()
     assert found.shape == whole.shape
     return float((found - whole).abs().max() / whole.abs().max().clamp_min(1e-30))
 

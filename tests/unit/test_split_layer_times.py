@@ -131,6 +131,21 @@ def test_a_layer_measured_on_one_device_only_is_as_much_slower_on_a_grid() -> No
     assert plan.shardings[0].seconds == pytest.approx(NUM_LAYERS * of_one_device, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("second", "number"), [("h.1", 3), ("h.0.down", 2)], ids=["between layers", "through a layer"]
+)
+def test_a_layer_that_a_cut_goes_through_keeps_the_cost_model(second: str, number: int) -> None:
+    """Two stages of two devices; what is not marked follows what it reads."""
+    model = Net()
+    first = "h.0" if number == NUM_LAYERS else "h.0.up"
+    wh.annotate(model, {first: wh.split(2, grid=(1, 2, 1)), second: wh.split(2, grid=(1, 2, 1))})
+    cluster = cards(rows((4, 2, 0.5, 0.6)), hosts="aaaa")
+    plan = wh.plan(model, BATCH, cluster=cluster, config={"num_micro_batch": 2})
+    assert len(plan.stages) == 2
+    assert layer_line(plan) == f"3 modules on card, {number} split over 2 devices"
+    assert sum(each.seconds for each in plan.shardings) == pytest.approx(number * 1.1, rel=0.01)
+
+
 def test_a_row_for_data_sheet_kinds_too() -> None:
     kind = device_kind("T4")
     cluster = cards(rows((4, 2, 0.5, 0.6)))

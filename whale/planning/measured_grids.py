@@ -8,7 +8,7 @@ scale    layers that were measured on one device only: how many times longer tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -64,13 +64,22 @@ class GridRows:
         if kind is None:
             return
         width = device.num_devices
-        here = set(space.program.operations)
+        program = space.program
+        here = self.live.intersection(program.operations)
         for measured in self.regions_on(kind.name):
-            nodes = self.live.intersection(measured.region.nodes)
-            is_split = nodes <= here and nodes.isdisjoint(space.program.by_samples)
-            if nodes and is_split and width in measured.layer.widths:
-                seconds = measured.layer.seconds(self.num_samples, width)
-                yield MeasuredPart(measured.region.module, nodes, *seconds)
+            nodes = here.intersection(measured.region.nodes)
+            if not nodes or width not in measured.layer.widths:
+                continue
+            elsewhere = self.live.intersection(measured.region.nodes) - here
+            if self._has_work(elsewhere, space) or not nodes.isdisjoint(program.by_samples):
+                continue
+            seconds = measured.layer.seconds(self.num_samples, width)
+            yield MeasuredPart(measured.region.module, nodes, *seconds)
+
+    def _has_work(self, nodes: Iterable[Node], space: Space) -> bool:
+        """Whether one of these takes time: a cut in front of a view goes through no layer."""
+        costs = space.node_costs(self.num_samples, node_costs)
+        return any(costs[node].flop or costs[node].moved_bytes for node in nodes)
 
     def _kind_of_rows(self, device: VirtualDevice) -> DeviceKind | None:
         """The kind whose rows of that width hold on this grid: as layers are measured, it has one

@@ -137,6 +137,7 @@ class GroupOutline(Outline):
     _with_messages: dict[tuple[DeviceKind, int], SegmentTimes] = field(
         default_factory=dict, repr=False
     )
+    _modelled: dict[DeviceKind, Floats] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(outline: Outline, groups: TensorGroups) -> GroupOutline:
@@ -171,9 +172,10 @@ class GroupOutline(Outline):
 
     def _modelled_part(self, kind: DeviceKind) -> Floats:
         """(segments,): the part of the operations of each that is in no measured layer."""
-        measured = set()
-        for each in self._any_workload.measured_regions(kind.name):
-            measured.update(each.region.nodes)
-        modelled = [float(node not in measured) for node in self.activations]
-        part: Floats = self._by_segment(modelled) / np.diff(self.points)
-        return part
+        if kind not in self._modelled:
+            measured = set()
+            for each in self._any_workload.measured_regions(kind.name):
+                measured.update(each.region.nodes)
+            modelled = self._by_segment([float(node not in measured) for node in self.activations])
+            self._modelled[kind] = modelled / np.maximum(1, np.diff(self.points))
+        return self._modelled[kind]
