@@ -18,9 +18,10 @@ from tests.ranks import preload, run_ranks
 from whale.calibration import operations, turns
 from whale.calibration.measure import MeasuredDevice, _cluster, _pairs
 from whale.cli import app
-from whale.cli.profile_ranks import describe_cluster, profile_ranks
-from whale.cluster.cluster import Link, device_kind
+from whale.cli.profile_ranks import describe_cluster, profile_model, profile_ranks
+from whale.cluster.cluster import Device, Link, device_kind
 from whale.cluster.kinds import MatmulRate
+from whale.cluster.layer_times import LayerTimes
 from whale.cluster.matching import RankPlace
 
 preload("tests.integration.test_profile")
@@ -69,6 +70,73 @@ def test_two_ranks_write_a_file_that_plans_and_matches(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["plan", "--cluster", str(path), str(QUICKSTART)])
     assert done.exit_code == 0, done.output
     assert "2 devices (" in done.output and "CPU-measured" in done.output
+
+
+SCRIPT = """
+import torch, whale as wh
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(8, 32)
+        self.down = torch.nn.Linear(32, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+def loss(output, batch):
+    return output.square().mean(dim=-1).mean()
+
+model = torch.nn.Sequential(*(Block() for _ in range(3)))
+wh.init({"num_micro_batch": 1})
+wh.annotate(model, {"*": wh.split(2, grid=(1, 2, 1))})
+wh.parallelize(model, torch.zeros(4, 8), loss=loss)
+"""
+
+
+def profile_model_on(hosts: list[str], path: str, script: str) -> LayerTimes:
+    turns.MOST_S, turns.STRETCH_S = 0.0, 0.001
+    rank = int(os.environ["RANK"])
+    os.environ["WHALE_HOST"] = hosts[rank]
+    os.environ["LOCAL_RANK"] = str(hosts[:rank].count(hosts[rank]))
+    return profile_model(Path(path), "cpu", Path(script), [])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "widths"),
+    [
+        (["here", "here"], [1, 2]),
+        pytest.param(["a", "b"], [1], marks=pytest.mark.slow),
+        pytest.param(["a", "b", "b"], [1, 2], marks=pytest.mark.slow),
+    ],
+    ids=["one host", "two hosts", "one of three is alone"],
+)
+def test_layers_of_a_model_are_timed_whole_and_split(
+    tmp_path: Path, hosts: list[str], widths: list[int]
+) -> None:
+    """On ranks of one host each layer is split over two; the planner takes both."""
+    path = tmp_path / "cluster.yaml"
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    devices = [
+        Device(rank, host, hosts[:rank].count(host), device_kind("CPU"))
+        for rank, host in enumerate(hosts)
+    ]
+    link = Link(1e9, 1e-5)
+    wh.Cluster(tuple(devices), link, link).save(path)
+    found = run_ranks(profile_model_on, len(hosts), hosts, str(path), str(script))
+    assert all(times == found[0] for times in found)
+    written = wh.Cluster.load(path).layer_times
+    assert written is not None
+    (layer,) = written.layers
+    assert layer.modules == ("0", "1", "2")
+    rows = [(point.width, point.samples) for point in layer.times]
+    assert rows == [(width, samples) for width in widths for samples in (1, 2, 4)]
+    assert all(point.forward_s > 0 and point.backward_s > 0 for point in layer.times)
+    if len(hosts) == 2:
+        done = CliRunner().invoke(app, ["plan", "--cluster", str(path), str(script)])
+        assert done.exit_code == 0, done.output
+        assert ("3 split over 2 devices" in " ".join(done.output.split())) == (2 in widths)
 
 
 @pytest.mark.slow

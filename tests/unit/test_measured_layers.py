@@ -16,6 +16,7 @@ from whale.calibration import turns
 from whale.calibration.layers import TimedRegion, layer_groups, layer_modules, measure_layers
 from whale.capture.batch import read_batch
 from whale.capture.graph import CapturedGraph
+from whale.capture.prepare import CapturedModel
 from whale.cli.profile_ranks import captured_by, describe_layers
 from whale.cluster.cluster import Cluster
 from whale.cluster.layer_times import beside, save_layer_times
@@ -55,9 +56,14 @@ BATCH = {"words": torch.zeros(4, 6, dtype=torch.long)}
 
 
 @pytest.fixture(scope="module")
-def captured() -> CapturedGraph:
+def prepared() -> CapturedModel:
     layout, tensors = read_batch(BATCH)
-    return api._prepare(Net(), layout, tensors, None, wh.Config(), "cpu").captured
+    return api._prepare(Net(), layout, tensors, None, wh.Config(), "cpu")
+
+
+@pytest.fixture(scope="module")
+def captured(prepared: CapturedModel) -> CapturedGraph:
+    return prepared.captured
 
 
 @pytest.fixture
@@ -89,11 +95,11 @@ def test_a_region_alone_computes_what_its_module_does(captured: CapturedGraph) -
 
 
 def test_measured_layers_go_into_a_plan(
-    captured: CapturedGraph, quickly: None, tmp_path: Path
+    prepared: CapturedModel, quickly: None, tmp_path: Path
 ) -> None:
     cluster = Cluster.uniform(1, "CPU")
     said: list[str] = []
-    times = measure_layers(captured, 4, cluster, Ranks("cpu"), said.append)
+    times = measure_layers(prepared, 4, cluster, Ranks("cpu"), said.append)
     assert [layer.kind for layer in times.layers] == ["CPU"] * 3
     assert [point.samples for point in times.layers[1].times] == [1, 2, 4]
     assert "3 different layers of 5" in said[0]

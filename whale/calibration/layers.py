@@ -4,27 +4,37 @@ A part is a layer that repeats (the outermost modules with numbers for names, `h
 what is beside these (`wte`, `ln_f`, `lm_head`). Layers that run the same operations on the same
 shapes are timed once. Each part is lowered as a stage of a plan is, gets random weights and inputs,
 and is timed for several numbers of samples: forward with autograd recording, then backward. All
-ranks compute at the same time, as in training; kinds of devices are kept apart.
+ranks compute at the same time, as in training; kinds of devices are kept apart. Then ranks of one
+kind on one host split each layer, 2, 4, ... together (`split_layers.py`).
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
+from whale.calibration.regions import Edges, stand_in_input, stand_in_weight, timed_turn
+from whale.calibration.split_layers import (
+    SplitRegion,
+    Team,
+    can_split,
+    make_team,
+    teams_of,
+    widths_of,
+)
 from whale.calibration.turns import Subject, Turn, take_turns
 from whale.capture.graph import CapturedGraph
+from whale.capture.prepare import CapturedModel
 from whale.cluster.cluster import Cluster
 from whale.cluster.layer_times import Layer, LayerTime, LayerTimes
 from whale.costs.layer_times import LayerRegion, module_names, regions_of_modules, signature
 from whale.distributed.ranks import Ranks
+from whale.distributed.transport import Transport
 from whale.lowering.chunk import module_of_operations
 from whale.operations.sizes import shape_at, size_at
 from whale.planning.stages import carries_gradient
@@ -84,43 +94,106 @@ def layer_groups(captured: CapturedGraph) -> list[LayerGroup]:
     ]
 
 
+Key = tuple[int, int]
+"""(place of a group of layers, samples)"""
+Times = dict[Key, list[float]]
+"""seconds of forward and backward on one rank"""
+IDLE_S = 1e-9
+"""of a turn of a rank that has nothing to do"""
+
+
 def measure_layers(
-    captured: CapturedGraph, batch_size: int, cluster: Cluster, ranks: Ranks, progress: Progress
+    prepared: CapturedModel, batch_size: int, cluster: Cluster, ranks: Ranks, progress: Progress
 ) -> LayerTimes:
     """Times of all different layers on every kind of device of the cluster, whose devices the ranks
-    run on. All ranks call it and get the same.
+    run on, whole and split over 2, 4, ... of them. All ranks call it and get the same.
     """
-    groups = layer_groups(captured)
+    groups = layer_groups(prepared.captured)
     sizes = [size for size in SAMPLES if size <= batch_size]
-    subjects: dict[Hashable, Subject] = {}
-    for place, group in enumerate(groups):
-        timed = TimedRegion(captured, group.region, ranks)
-        for size in sizes:
-            if timed.fits(size):
-                subjects[place, size] = Subject(timed.turn_of(size))
-    known = set.intersection(*(set(keys) for keys in ranks.gather(list(subjects))))
-    subjects = {key: subject for key, subject in subjects.items() if key in known}
     progress(f"{len(groups)} different layers of {sum(len(g.modules) for g in groups)}")
-    seconds = take_turns(subjects, ranks, progress)
-    kinds = [device.kind.name for device in cluster.devices]
-    by_rank = ranks.gather({key: tuple(times) for key, times in seconds.items()})
+    regions = {(place, size): group.region for place, group in enumerate(groups) for size in sizes}
+    by_rank: list[Times] = ranks.gather(_time_whole(prepared, regions, ranks, progress))
+    regions = {key: regions[key] for key in by_rank[0] if can_split(prepared, regions[key])}
+    alone = [(rank,) for rank in range(len(by_rank))]
+    points = _points(by_rank, alone, cluster, width=1)
+    widths = widths_of(cluster)
+    transport = Transport(ranks, ()) if widths else None
+    for width in widths:
+        assert transport is not None
+        teams = teams_of(cluster, width)
+        team = make_team(teams, cluster, ranks, transport)
+        progress(f"layers split over {width} devices")
+        by_rank = ranks.gather(_time_split(prepared, regions, team, ranks, progress))
+        for key, more in _points(by_rank, teams, cluster, width).items():
+            points.setdefault(key, []).extend(more)
     layers = []
-    for kind in dict.fromkeys(kinds):
-        own = [times for times, name in zip(by_rank, kinds, strict=True) if name == kind]
+    for kind in dict.fromkeys(device.kind.name for device in cluster.devices):
         for place, group in enumerate(groups):
-            points = tuple(
-                LayerTime(size, *_means([times[place, size] for times in own]))
-                for size in sizes
-                if (place, size) in known
-            )
-            if points:
-                layers.append(Layer(group.modules, kind, points, group.operations))
+            if found := points.get((kind, place)):
+                layers.append(Layer(group.modules, kind, tuple(found), group.operations))
     return LayerTimes(tuple(layers), "whale profile --model")
 
 
-def _means(times: Sequence[Sequence[float]]) -> tuple[float, float]:
-    forward = statistics.fmean(each[0] for each in times)
-    return forward, statistics.fmean(each[1] for each in times)
+def _time_whole(
+    prepared: CapturedModel, regions: Mapping[Key, LayerRegion], ranks: Ranks, progress: Progress
+) -> Times:
+    """Seconds on this rank of every layer alone, for all numbers of samples that fit on every
+    rank.
+    """
+    subjects: dict[Key, Subject] = {}
+    timed: dict[int, TimedRegion] = {}
+    for (place, size), region in regions.items():
+        if place not in timed:
+            timed[place] = TimedRegion(prepared.captured, region, ranks)
+        if timed[place].fits(size):
+            subjects[place, size] = Subject(timed[place].turn_of(size))
+    known = set.intersection(*(set(keys) for keys in ranks.gather(list(subjects))))
+    subjects = {key: subject for key, subject in subjects.items() if key in known}
+    return take_turns(subjects, ranks, progress)
+
+
+def _time_split(
+    prepared: CapturedModel,
+    regions: Mapping[Key, LayerRegion],
+    team: Team | None,
+    ranks: Ranks,
+    progress: Progress,
+) -> Times:
+    """The same for layers that this rank's team splits. `regions`: those that fit whole, of which a
+    part fits as well: nobody runs out of memory while the others wait for a message.
+    """
+    subjects: dict[Key, Subject] = {}
+    split: dict[int, SplitRegion] = {}
+    with ranks.together():
+        for (place, size), region in regions.items():
+            turn = _idle
+            if team is not None:
+                if place not in split:
+                    split[place] = SplitRegion(prepared, region, team, ranks)
+                turn = split[place].turn_of(size)
+            subjects[place, size] = Subject(turn, is_together=True)
+    return take_turns(subjects, ranks, progress)
+
+
+def _idle() -> Turn:
+    return [IDLE_S, IDLE_S]
+
+
+def _points(
+    by_rank: Sequence[Times], teams: Sequence[tuple[int, ...]], cluster: Cluster, width: int
+) -> dict[tuple[str, int], list[LayerTime]]:
+    """(kind, place of a group of layers) -> rows. A team takes as long as its slowest rank, a kind
+    as long as its teams do on average.
+    """
+    found: dict[tuple[str, int], list[LayerTime]] = {}
+    kinds = [cluster.devices[members[0]].kind.name for members in teams]
+    for kind in dict.fromkeys(kinds):
+        own = [members for members, name in zip(teams, kinds, strict=True) if name == kind]
+        for place, size in by_rank[own[0][0]]:
+            slowest = [max((by_rank[rank][place, size] for rank in team), key=sum) for team in own]
+            forward, backward = (statistics.fmean(each) for each in zip(*slowest, strict=True))
+            found.setdefault((kind, place), []).append(LayerTime(size, forward, backward, width))
+    return found
 
 
 class TimedRegion:
@@ -128,51 +201,27 @@ class TimedRegion:
 
     def __init__(self, captured: CapturedGraph, region: LayerRegion, ranks: Ranks) -> None:
         self._captured = captured
-        self._ranks = ranks
+        self._device = ranks.device
         self._gradients = carries_gradient(captured)
-        inside = set(region.nodes)
-        sources: dict[Node, None] = {}
-        for node in region.nodes:
-            sources.update(dict.fromkeys(s for s in node.all_input_nodes if s not in inside))
-        self._entering = [source for source in sources if source.op != "get_attr"]
-        results = []
-        for node in region.nodes:
-            is_read_outside = not inside.issuperset(node.users)
-            if is_read_outside and isinstance(node.meta.get("val"), Tensor):
-                results.append(node)
-        weights = {
-            str(source.target): self._state(str(source.target))
-            for source in sources
-            if source.op == "get_attr"
-        }
-        self._module = module_of_operations(region.nodes, self._entering, weights, results)
-
-    def _state(self, name: str) -> Tensor:
-        """A weight, buffer or constant with values that keep the numbers small."""
-        state = self._captured.state[name]
-        device = self._ranks.device.name
-        if state.kind == "constant":
-            return self._captured.constants[name].to(device)
-        if not state.dtype.is_floating_point:
-            return torch.zeros(state.shape, dtype=state.dtype, device=device)
-        value = torch.full(state.shape, 0.02, dtype=state.dtype, device=device)
-        return torch.nn.Parameter(value, state.trainable) if state.kind == "parameter" else value
+        self._edges = Edges.of(region)
+        names = [str(source.target) for source in self._edges.state]
+        weights = {name: stand_in_weight(captured, name, self._device) for name in names}
+        self._module = module_of_operations(
+            region.nodes, self._edges.entering, weights, self._edges.results
+        )
 
     def _inputs(self, samples: int) -> list[Any]:
         symbol = self._captured.batch_symbol
         found: list[Any] = []
-        for source in self._entering:
+        for source in self._edges.entering:
             value = source.meta.get("val")
             if not isinstance(value, Tensor):
                 assert value is not None, f"{source} has no value"
                 found.append(size_at(value, symbol, samples))
                 continue
             shape = shape_at(value.shape, symbol, samples)
-            tensor = torch.zeros(shape, dtype=value.dtype, device=self._ranks.device.name)
-            if value.dtype.is_floating_point:
-                tensor = torch.rand_like(tensor)
-                tensor.requires_grad_(source in self._gradients)
-            found.append(tensor)
+            has_gradient = source in self._gradients
+            found.append(stand_in_input(source, shape, self._device, has_gradient))
         return found
 
     def fits(self, samples: int) -> bool:
@@ -185,28 +234,4 @@ class TimedRegion:
 
     def turn_of(self, samples: int) -> Callable[[], Turn]:
         """A function that runs forward and backward once and gives the seconds of both."""
-        inputs: list[Any] = []
-
-        def turn() -> Turn:
-            if not inputs:
-                inputs.extend(self._inputs(samples))
-            synchronise = self._ranks.device.synchronise
-            synchronise()
-            start = time.perf_counter()
-            results = [result for result in self._module(*inputs) if result.requires_grad]
-            synchronise()
-            middle = time.perf_counter()
-            gradients = [torch.ones_like(result) for result in results]
-            synchronise()
-            again = time.perf_counter()
-            if results:
-                torch.autograd.backward(results, gradients)
-            synchronise()
-            end = time.perf_counter()
-            self._module.zero_grad(set_to_none=True)
-            for value in inputs:
-                if isinstance(value, Tensor):
-                    value.grad = None
-            return [middle - start, end - again]
-
-        return turn
+        return timed_turn(self._module, lambda: self._inputs(samples), self._device)

@@ -75,8 +75,7 @@ def profile_model(path: Path, device: str, script: Path, arguments: list[str]) -
         cluster = match(Cluster.load(path), ranks.gather(this_place()))
     else:
         cluster = profile_ranks(path, device, ranks)
-    captured = ready.prepared.captured
-    times = measure_layers(captured, ready.batch_size, cluster, ranks, progress_of(ranks))
+    times = measure_layers(ready.prepared, ready.batch_size, cluster, ranks, progress_of(ranks))
     with ranks.together():
         if ranks.rank == 0:
             save_layer_times(times, beside(path))
@@ -133,15 +132,20 @@ def _of_host(memories: Memories) -> list[str]:
 
 
 def describe_layers(times: LayerTimes) -> str:
-    """One line for each layer: what it takes for the fewest and for the most samples."""
+    """One line for each layer and shard width: what it takes for the fewest and for the most
+    samples.
+    """
     lines = []
     for layer in times.layers:
         name = layer.modules[0] + (f" and {len(layer.modules) - 1} more" * (len(layer.modules) > 1))
-        points = []
-        for point in (layer.times[0], layer.times[-1]):
-            forward = human_seconds(point.forward_s)
-            points.append(f"{point.samples} samples {forward} + {human_seconds(point.backward_s)}")
-        lines.append(f"{layer.kind}  {name}: {', '.join(dict.fromkeys(points))}")
+        for width in sorted(layer.widths):
+            own = [point for point in layer.times if point.width == width]
+            points = []
+            for point in (own[0], own[-1]):
+                seconds = f"{human_seconds(point.forward_s)} + {human_seconds(point.backward_s)}"
+                points.append(f"{point.samples} samples {seconds}")
+            split = f", split over {width}" if width > 1 else ""
+            lines.append(f"{layer.kind}  {name}{split}: {', '.join(dict.fromkeys(points))}")
     return "\n".join(lines)
 
 

@@ -54,6 +54,11 @@ class Layer:
     operations: str = ""
     """what it runs, as `signature` in `costs/layer_times.py` gives it; empty: not compared"""
 
+    @property
+    def widths(self) -> frozenset[int]:
+        """Numbers of devices over which it was measured."""
+        return frozenset(time.width for time in self.times)
+
     def seconds(self, samples: float, width: int = 1) -> tuple[float, float]:
         """Seconds of forward and backward for so many samples; a ValueError where that width was
         not measured.

@@ -59,7 +59,7 @@ def build_sharded_chunk(
     captured = prepared.captured
     program = stage_program(captured, prepared.kinds, assignment, stage, terms, outputs)
     values = crossing_values(captured, assignment)
-    modules = _Modules(program, around)
+    modules = ShardedModules(program, around)
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     return Chunk(
         stage=stage,
@@ -76,7 +76,7 @@ def build_sharded_chunk(
     )
 
 
-class _Modules:
+class ShardedModules:
     """Makes the module for a number of samples when it is first asked for."""
 
     def __init__(self, program: StageProgram, around: OnGrid) -> None:

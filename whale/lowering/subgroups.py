@@ -70,6 +70,20 @@ def subgroups_of_grid(grid: Grid) -> list[tuple[int, ...]]:
     return sorted(found, key=lambda places: (len(places), places))
 
 
+def groups_of_grid(
+    grid: Grid, members: Sequence[int], ranks: Ranks, exchange: Exchange | None
+) -> HostGroups:
+    """Process groups of all subgroups of a grid. All ranks call it, whether or not they are among
+    the members. `exchange`: a way through memory.
+    """
+    groups = HostGroups()
+    groups.exchange = exchange
+    for places in subgroups_of_grid(grid):
+        if len(places) > 1:
+            groups[places] = ranks.group(tuple(members[place] for place in places), PURPOSE)
+    return groups
+
+
 class StageGroups:
     """Subgroups that the stages of a plan need. Made on every rank, in the same order: making a
     process group is a collective of all ranks.
@@ -111,12 +125,7 @@ class StageGroups:
             return
         subgroups = subgroups_of_grid(device.grid)
         for members in device.ranks:
-            groups = HostGroups()
-            groups.exchange = self._exchange
-            for places in subgroups:
-                if len(places) > 1:
-                    ranks = tuple(members[place] for place in places)
-                    groups[places] = self._ranks.group(ranks, PURPOSE)
+            groups = groups_of_grid(device.grid, members, self._ranks, self._exchange)
             self._on_grid[members] = groups
         # not between replicas that are not alike: the planner refuses statistics there
         if has_statistics and view.num_replicas > 1:

@@ -204,7 +204,13 @@ def _decisions(problem: Problem, draft: Draft) -> tuple[Decision, ...]:
         *_zero_decisions(draft),
         *offload_decisions(draft.account, draft.device_loads, draft.loads_without_zero),
         *tie_decisions(problem.captured, draft.assignment),
-        *filter(None, [precision_decision(problem), layer_times_decision(problem)]),
+        *filter(
+            None,
+            [
+                precision_decision(problem),
+                layer_times_decision(problem, draft.split.shardings.values()),
+            ],
+        ),
         Decision("schedule", draft.schedule.name, why_schedule),
         *update_decisions(config, len(draft.stages)),
     )

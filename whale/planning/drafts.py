@@ -315,6 +315,7 @@ class OrderDrafts:
             num_samples=-(-problem.largest_micro_batch // cut.placement.num_replicas),
             num_micro_batch=problem.config.num_micro_batch,
             state_per_weight=2.0 + self.workload.optimizer_ratio,
+            regions_on=self.workload.measured_regions,
         ).solve()
 
 

@@ -29,6 +29,7 @@ from whale.cluster.kinds import DeviceKind
 from whale.cluster.network import Link
 from whale.costs.costs import NodeCost, node_costs
 from whale.planning.grid_seconds import Place, places_of, seconds_by_kind, with_cost_model
+from whale.planning.measured_grids import GridRows, RegionsOn, no_regions
 from whale.planning.split import Split, stage_program
 from whale.planning.stages import Assignment
 from whale.planning.task_graphs import TaskGraphs
@@ -138,6 +139,8 @@ class GridProblem:
     num_micro_batch: int
     state_per_weight: float
     """bytes held for one byte of a weight: weight, gradient, state of the optimizer"""
+    regions_on: RegionsOn = no_regions
+    """parts of the model that were measured on a kind of device"""
 
     def solve(self) -> Split:
         """The best grids, and the shardings of all stages on them."""
@@ -180,7 +183,7 @@ class GridProblem:
         grids: Sequence[Grid],
         memory_price: float | None = None,
     ) -> list[Grid]:
-        """The grids of least time by a quick prediction."""
+        """The grids of least time by a quick prediction, and those that were measured."""
         if len(grids) <= SOLVED:
             return list(grids)
 
@@ -195,7 +198,20 @@ class GridProblem:
                 )
             return total
 
-        return sorted(grids, key=predicted)[:SOLVED]
+        found = sorted(grids, key=predicted)[:SOLVED]
+        # what was measured on such devices is no prediction
+        return [
+            *found,
+            *(grid for grid in grids if grid not in found and self._has_rows(devices, grid)),
+        ]
+
+    def _has_rows(self, devices: Sequence[VirtualDevice], grid: Grid) -> bool:
+        """Whether layers were measured on this grid of these devices."""
+        return any(
+            self._rows.of_stage(self._spaces[stage], replace(device, grid=grid)).parts
+            for device in devices
+            for stage in self._stages_of([device])
+        )
 
     def _try(
         self, devices: Sequence[VirtualDevice], grid: Grid, memory_price: float | None = None
@@ -223,12 +239,14 @@ class GridProblem:
         """Even parts of all stages that each kind does in a second, by the cost model."""
         kinds = sorted(self._kinds_of(devices), key=lambda kind: kind.name)
         costs = {device.index: self._costs(device, grid) for device in devices}
+        on_grid = {device.index: device for device in devices}
         totals = [0.0] * len(kinds)
         for stage, sharding in shardings.items():
             space = self._spaces[stage]
             own = costs[self.device_of_stage[stage]]
             terms = Terms(space, grid, self.num_samples, own, self._node_costs(space))
-            seconds = seconds_by_kind(sharding, terms, kinds, self.dtype)
+            measured = self._rows.of_stage(space, on_grid[self.device_of_stage[stage]])
+            seconds = seconds_by_kind(sharding, terms, kinds, self.dtype, measured)
             totals = [total + more for total, more in zip(totals, seconds, strict=True)]
         return {kind: 1.0 / max(total, LEAST_S) for kind, total in zip(kinds, totals, strict=True)}
 
@@ -237,6 +255,7 @@ class GridProblem:
     ) -> dict[int, Sharding]:
         """The shardings of all stages of some VirtualDevices on one grid each."""
         costs = {device.index: self._costs(device, grid, memory_price) for device in devices}
+        on_grid = {device.index: device for device in devices}
         places: set[Place] = set()
         for device in devices:
             for members in device.ranks:
@@ -249,8 +268,14 @@ class GridProblem:
             own = costs[self.device_of_stage[stage]]
             solved = solve(space.program, grid, self.num_samples, own, fixed, space)
             terms = Terms(space, grid, self.num_samples, own, self._node_costs(space))
-            found[stage] = with_cost_model(solved, terms, places, self.dtype)
+            measured = self._rows.of_stage(space, on_grid[self.device_of_stage[stage]])
+            found[stage] = with_cost_model(solved, terms, places, self.dtype, measured)
         return found
+
+    @cached_property
+    def _rows(self) -> GridRows:
+        live = frozenset(node for part in self.assignment.slices for node in part.operations)
+        return GridRows(self.cluster, self.regions_on, live, self.dtype, self.num_samples)
 
     def _node_costs(self, space: Space) -> Mapping[Node, NodeCost]:
         return space.node_costs(self.num_samples, node_costs)
@@ -396,40 +421,49 @@ class GridProblem:
         self, device: VirtualDevice, grid: Grid, memory_price: float | None = None
     ) -> GridCosts:
         """Speeds of the slowest device and of the slowest link along each axis."""
-        kinds = self._kinds_of([device])
-        rates = {}
-        latencies = []
-        for axis in grid.axes:
-            links = self._links(device, grid, axis)
-            rates[axis] = min(link.bytes_per_s for link in links)
-            latencies.append(max(link.latency_s for link in links))
-        costs = GridCosts(
-            bytes_per_s=rates,
-            latency_s=max(latencies, default=0.0),
-            flop_per_s=min(kind.reached_flop_per_s(self.dtype) for kind in kinds),
-            memory_bytes_per_s=min(kind.reached_bytes_per_s for kind in kinds),
+        costs = replace(
+            grid_costs(self.cluster, device.ranks, grid, self.dtype),
             num_micro_batch=self.num_micro_batch,
             state_per_weight=self.state_per_weight,
             is_counted=grid.num_devices <= COUNTED_UP_TO,
         )
         return costs if memory_price is None else replace(costs, memory_price=memory_price)
 
-    def _links(self, device: VirtualDevice, grid: Grid, axis: str) -> list[Link]:
-        """Links that the subgroups along an axis use, one for each pair of hosts: hosts decide
-        which link two devices have.
-        """
-        firsts = [place for place in range(grid.num_devices) if grid.coordinate(place, axis) == 0]
-        found: dict[tuple[str, str], Link] = {}
-        for first, *others in (grid.subgroup(place, [axis]) for place in firsts):
-            for members in device.ranks:
-                for other in others:
-                    pair = (
-                        self.cluster.devices[members[first]].host,
-                        self.cluster.devices[members[other]].host,
-                    )
-                    if pair not in found:
-                        found[pair] = self.cluster.link(members[first], members[other])
-        return list(found.values())
+
+def grid_costs(
+    cluster: Cluster, ranks: Sequence[Sequence[int]], grid: Grid, dtype: str
+) -> GridCosts:
+    """Speeds of the slowest device and of the slowest link along each axis. `ranks`: those of the
+    grid in each model replica.
+    """
+    kinds = {cluster.devices[rank].kind for members in ranks for rank in members}
+    rates = {}
+    latencies = []
+    for axis in grid.axes:
+        links = _links(cluster, ranks, grid, axis)
+        rates[axis] = min(link.bytes_per_s for link in links)
+        latencies.append(max(link.latency_s for link in links))
+    return GridCosts(
+        bytes_per_s=rates,
+        latency_s=max(latencies, default=0.0),
+        flop_per_s=min(kind.reached_flop_per_s(dtype) for kind in kinds),
+        memory_bytes_per_s=min(kind.reached_bytes_per_s for kind in kinds),
+    )
+
+
+def _links(cluster: Cluster, ranks: Sequence[Sequence[int]], grid: Grid, axis: str) -> list[Link]:
+    """Links that the subgroups along an axis use, one for each pair of hosts: hosts decide which
+    link two devices have.
+    """
+    firsts = [place for place in range(grid.num_devices) if grid.coordinate(place, axis) == 0]
+    found: dict[tuple[str, str], Link] = {}
+    for first, *others in (grid.subgroup(place, [axis]) for place in firsts):
+        for members in ranks:
+            for other in others:
+                pair = (cluster.devices[members[first]].host, cluster.devices[members[other]].host)
+                if pair not in found:
+                    found[pair] = cluster.link(members[first], members[other])
+    return list(found.values())
 
 
 def _decision(best: _Tried, tried: Sequence[_Tried], num_grids: int) -> Decision:

@@ -4,7 +4,8 @@ samples, buffers that are computed from samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -23,6 +24,7 @@ from whale.planning.offload import Offload
 from whale.planning.stages import RECOMPUTED, slice_stage
 from whale.planning.workload import ADAM_STATE
 from whale.plans.plan import Decision
+from whale.plans.sharding import Sharding
 from whale.plans.shares import micro_batch_sizes
 
 HALF_PRECISIONS = ("bf16", "fp16")
@@ -149,8 +151,10 @@ def slow_products(problem: Problem) -> list[str]:
     return found
 
 
-def layer_times_decision(problem: Problem) -> Decision | None:
-    """What the plan says of measured layers; None where there are none."""
+def layer_times_decision(problem: Problem, shardings: Iterable[Sharding]) -> Decision | None:
+    """What the plan says of measured layers; None where there are none. `shardings`: of all stages
+    on grids.
+    """
     times = problem.cluster.layer_times
     if times is None:
         return None
@@ -158,6 +162,10 @@ def layer_times_decision(problem: Problem) -> Decision | None:
     for kind in dict.fromkeys(device.kind.name for device in problem.cluster.devices):
         found = measured_regions(problem.captured, times, kind)
         counts.append(f"{len(found)} modules on {kind}")
+    split: Counter[int] = Counter()
+    for sharding in shardings:
+        split[sharding.grid.num_devices] += len(sharding.measured)
+    counts += [f"{number} split over {width} devices" for width, number in split.items() if number]
     return Decision("layer times", ", ".join(counts), f"measured: {times.source or 'elsewhere'}")
 
 

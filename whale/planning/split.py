@@ -67,9 +67,10 @@ def together_seconds(
     """Seconds of a mini-batch on a grid: forward, input gradient, weight gradient. `recomputed`:
     the fraction of the forward that backward repeats.
     """
-    # a backward has two products where its forward has one
-    forward = (sharding.seconds - sharding.sum_seconds) / 3 * num_micro_batch
-    return forward, (1.0 + recomputed) * forward, forward
+    total = (sharding.seconds - sharding.sum_seconds) * num_micro_batch
+    forward = sharding.forward_part * total
+    gradient = (total - forward) / 2  # one product for the input, one for the weight
+    return forward, gradient + recomputed * forward, gradient
 
 
 class HeldBytes(NamedTuple):

@@ -164,18 +164,24 @@ class Workload:
             self._known[kind] = known
         return self._known[kind]
 
+    def measured_regions(self, kind: str) -> list[MeasuredRegion]:
+        """Parts of the model that were measured on a kind of this name, found once."""
+        if self.layer_times is None:
+            return []
+        if kind not in self._regions:
+            self._regions[kind] = measured_regions(self.captured, self.layer_times, kind)
+        return self._regions[kind]
+
     def _measured_layers(
         self, kind: DeviceKind, modelled: Mapping[Node, StageTimes]
     ) -> dict[Node, StageTimes]:
         """Times of the operations of measured parts of the model: each keeps its share of what the
         cost model gives its part, so that a part may still be cut.
         """
-        assert self.layer_times is not None
         found: dict[Node, StageTimes] = {}
-        if kind.name not in self._regions:
-            regions = measured_regions(self.captured, self.layer_times, kind.name)
-            self._regions[kind.name] = regions
-        for measured in self._regions[kind.name]:
+        for measured in self.measured_regions(kind.name):
+            if 1 not in measured.layer.widths:
+                continue
             few_forward, few_backward = measured.layer.seconds(self._few)
             many_forward, many_backward = measured.layer.seconds(self.batch_size)
             forward = self._line(few_forward, many_forward)

@@ -15,6 +15,8 @@ from whale.plans.layout import Cut, Layout
 
 ORDER = tuple(reversed(AXES))
 """z, y, x: from the outermost axis of a dim to the innermost"""
+FORWARD_PART = 1 / 3
+"""of forward and backward: a backward has two products where its forward has one"""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,10 @@ class Sharding:
     """
     sum_seconds: float = 0.0
     """of these the share of the all-reduces of gradients"""
+    forward_part: float = FORWARD_PART
+    """fraction of the seconds without the all-reduces that is forward"""
+    measured: tuple[str, ...] = ()
+    """modules whose part of the seconds was measured on such a grid"""
     sent_bytes: float = 0.0
     """by one device in that time"""
     weight_bytes: float = 0.0

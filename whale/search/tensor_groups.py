@@ -9,6 +9,8 @@ forward and backward:
     4 c (t - 1) / t bytes for each sample and segment, over the link between the t devices        (1)
 
 So shapes, cuts, memory and bounds are those of any other pipeline, on fewer and larger devices.
+Layers that were measured split over t devices take these times (docs/costs.md), which have their
+messages inside: line (1) holds for the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from whale.cluster.cluster import Cluster, Device, DeviceKind
+from whale.cluster.layer_times import LayerTimes
+from whale.planning.cuts import Floats
 from whale.search.candidate import ANY_GRID, Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
 from whale.search.outline import Outline, SegmentTimes
 from whale.search.point import Estimate
@@ -79,7 +85,10 @@ def tensor_groups(cluster: Cluster) -> Iterator[TensorGroups]:
             devices.append(Device(number, first.host, number, _together(first.kind, width)))
         links = [cluster.link(own[0], rank) for own in members for rank in own[1:]]
         slowest = max(1.0 / link.bytes_per_s for link in links)
-        yield TensorGroups(width, cluster.in_order(devices), tuple(members), slowest)
+        of_groups = replace(
+            cluster.in_order(devices), layer_times=_times_together(cluster.layer_times, width)
+        )
+        yield TensorGroups(width, of_groups, tuple(members), slowest)
 
 
 def _together(kind: DeviceKind, width: int) -> DeviceKind:
@@ -90,7 +99,7 @@ def _together(kind: DeviceKind, width: int) -> DeviceKind:
 
     return replace(
         kind,
-        name=f"{width} x {kind.name}",
+        name=_name_together(kind.name, width),
         flop_per_s=width * kind.flop_per_s,
         memory_bytes=width * kind.memory_bytes,
         bytes_per_s=width * kind.bytes_per_s,
@@ -102,6 +111,23 @@ def _together(kind: DeviceKind, width: int) -> DeviceKind:
     )
 
 
+def _name_together(kind: str, width: int) -> str:
+    return f"{width} x {kind}"
+
+
+def _times_together(times: LayerTimes | None, width: int) -> LayerTimes | None:
+    """Times of layers that were measured split over so many devices, as those of one group."""
+    if times is None:
+        return None
+    layers = []
+    for layer in times.layers:
+        points = tuple(replace(time, width=1) for time in layer.times if time.width == width)
+        if points:
+            kind = _name_together(layer.kind, width)
+            layers.append(replace(layer, kind=kind, times=points))
+    return replace(times, layers=tuple(layers))
+
+
 @dataclass
 class GroupOutline(Outline):
     """The outline of a model for groups: their messages are in the seconds of segments."""
@@ -111,31 +137,45 @@ class GroupOutline(Outline):
     _with_messages: dict[tuple[DeviceKind, int], SegmentTimes] = field(
         default_factory=dict, repr=False
     )
+    _modelled: dict[DeviceKind, Floats] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(outline: Outline, groups: TensorGroups) -> GroupOutline:
         """The outline of the same model on groups; what does not depend on devices is computed
         once.
         """
+        is_measured = groups.cluster.layer_times is not None
         made = GroupOutline(
             replace(outline.problem, cluster=groups.cluster),
-            outline._workloads,
+            {} if is_measured else outline._workloads,
             width=groups.width,
             seconds_of_byte=groups.seconds_of_byte,
         )
         for key, value in outline.__dict__.items():
-            if key not in made.__dict__:
+            # the workload of the devices has their layer times, not those of groups
+            is_of_devices = is_measured and key == "_any_workload"
+            if key not in made.__dict__ and not is_of_devices:
                 made.__dict__[key] = value
         return made
 
     def times(self, kind: DeviceKind, num_samples: int) -> SegmentTimes:
-        """Seconds of every segment with its messages, line (1)."""
+        """Seconds of every segment with its messages: measured, or by line (1)."""
         key = (kind, num_samples)
         if key not in self._with_messages:
             alone = super().times(kind, num_samples)
             part = 2 * (self.width - 1) / self.width * self.seconds_of_byte
-            messages = num_samples * part * self.crossing_bytes[:-1]
+            messages = num_samples * part * self.crossing_bytes[:-1] * self._modelled_part(kind)
             self._with_messages[key] = replace(
                 alone, forward=alone.forward + messages, backward=alone.backward + messages
             )
         return self._with_messages[key]
+
+    def _modelled_part(self, kind: DeviceKind) -> Floats:
+        """(segments,): the part of the operations of each that is in no measured layer."""
+        if kind not in self._modelled:
+            measured = set()
+            for each in self._any_workload.measured_regions(kind.name):
+                measured.update(each.region.nodes)
+            modelled = self._by_segment([float(node not in measured) for node in self.activations])
+            self._modelled[kind] = modelled / np.maximum(1, np.diff(self.points))
+        return self._modelled[kind]

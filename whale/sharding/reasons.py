@@ -19,13 +19,13 @@ from itertools import product
 from torch.fx import Node
 
 from whale.costs.costs import node_costs
-from whale.plans.layout import Layout
 from whale.plans.sharding import ShardedOperation, Sharding
+from whale.sharding.chosen import ChosenLayouts
 from whale.sharding.describe import pattern
-from whale.sharding.dims import Value, value_of
-from whale.sharding.options import SAME, Option, Placement
-from whale.sharding.redistribution_costs import GridCosts, Placements, sent_bytes
-from whale.sharding.space import Space, numel_bytes
+from whale.sharding.dims import Value
+from whale.sharding.options import Option, Placement
+from whale.sharding.redistribution_costs import GridCosts, Placements
+from whale.sharding.space import Space
 from whale.sharding.terms import Terms, output_of
 from whale.units import human_bytes, human_seconds
 
@@ -39,7 +39,8 @@ def with_reasons(space: Space, sharding: Sharding, num_samples: int, costs: Grid
     """The sharding with a reason for every operation that it lists; those of equal layers have the
     same.
     """
-    reasons = _Reasons(space, sharding, num_samples, costs)
+    costs_of_nodes = space.node_costs(num_samples, node_costs)
+    reasons = _Reasons(sharding, Terms(space, sharding.grid, num_samples, costs, costs_of_nodes))
     nodes = list(space.program.captured.graph.nodes)
     alike = space.repeats(num_samples, reasons.terms.node_costs, {}).alike
     known: dict[Node, str] = {}
@@ -52,30 +53,10 @@ def with_reasons(space: Space, sharding: Sharding, num_samples: int, costs: Grid
     return replace(sharding, operations=tuple(operations))
 
 
-class _Reasons:
-    def __init__(
-        self, space: Space, sharding: Sharding, num_samples: int, costs: GridCosts
-    ) -> None:
-        self.space = space
-        self.grid = sharding.grid
+class _Reasons(ChosenLayouts):
+    def __init__(self, sharding: Sharding, terms: Terms) -> None:
+        super().__init__(sharding, terms)
         self.seconds = sharding.seconds
-        self.axes = self.grid.axes
-        self.sizes = [self.grid.size(axis) for axis in self.axes]
-        self.terms = Terms(
-            space, self.grid, num_samples, costs, space.node_costs(num_samples, node_costs)
-        )
-        self.chosen: Mapping[Node, Pattern] = space.chosen(sharding)
-        self.stored = {
-            node: _placements(sharding.stored[str(node.target)], self.axes)
-            for node in space.parameters
-        }
-        self.readers: dict[Value, list[tuple[Node, int]]] = {}
-        for node, op in space.operations.items():
-            for slot, source in enumerate(op.inputs):
-                self.readers.setdefault(value_of(source), []).append((node, slot))
-        self.wanted: dict[Value, list[Placements]] = {}
-        for node, placement in space.wanted():
-            self.wanted.setdefault(value_of(node), []).append((placement,) * len(self.axes))
 
     def why(self, node: Node) -> str:
         chosen = self.chosen[node]
@@ -138,9 +119,9 @@ class _Reasons:
             num_bytes = num_bytes + more_bytes
         for value in self.space.outputs_of(node):
             source = tuple(output_of(options[axis], value[1]) for axis in self.axes)
-            targets_of = dict.fromkeys((*self._needs(value), *self.wanted.get(value, [])))
+            targets_of = dict.fromkeys((*self.needs(value), *self.wanted.get(value, [])))
             for target in targets_of:
-                more_s, more_bytes = self._redistribute(value, source, target)
+                more_s, more_bytes = self.redistribute(value, source, target)
                 seconds = seconds + more_s
                 num_bytes = num_bytes + more_bytes
         return seconds, num_bytes
@@ -149,21 +130,21 @@ class _Reasons:
         """(seconds, bytes sent) to bring one input here; what others bring into the same layout
         costs nothing more.
         """
-        others = set(self._needs(value, but=node))
+        others = set(self.needs(value, but=node))
         targets = [target for target in targets if target not in others]
         if value[0] in self.stored and not others:
             return min(
                 self._from_store(value, stored, targets) for stored in self._ways_to_store(value[0])
             )
-        source = self._lies(value)
-        found = [self._redistribute(value, source, target) for target in targets]
+        source = self.lies(value)
+        found = [self.redistribute(value, source, target) for target in targets]
         return sum(one for one, _ in found), sum(one for _, one in found)
 
     def _from_store(
         self, value: Value, stored: Mapping[str, Placement], targets: Sequence[Placements]
     ) -> tuple[float, float]:
         source = tuple(stored[axis] for axis in self.axes)
-        found = [self._redistribute(value, source, target) for target in targets]
+        found = [self.redistribute(value, source, target) for target in targets]
         return float(self.terms.stored(value[0], [stored])[0]) + sum(one for one, _ in found), sum(
             one for _, one in found
         )
@@ -171,47 +152,3 @@ class _Reasons:
     def _ways_to_store(self, node: Node) -> list[Mapping[str, Placement]]:
         options = (self.space.stored_options(node, axis, None) for axis in self.axes)
         return [dict(zip(self.axes, each, strict=True)) for each in product(*options)]
-
-    def _lies(self, value: Value) -> Placements:
-        if value[0] in self.chosen:
-            return tuple(output_of(self.chosen[value[0]][axis], value[1]) for axis in self.axes)
-        stored = self.stored.get(value[0])
-        return tuple(
-            stored[axis] if stored else self.space.fixed_source(value[0]) for axis in self.axes
-        )
-
-    def _needs(self, value: Value, but: Node | None = None) -> list[Placements]:
-        """How everyone who reads a value needs it."""
-        readers = self.readers.get(value, [])
-        return [
-            tuple(self.chosen[reader][axis].inputs[slot] for axis in self.axes)
-            for reader, slot in readers
-            if reader is not but
-        ]
-
-    def _redistribute(
-        self, value: Value, source: Placements, target: Placements
-    ) -> tuple[float, float]:
-        gradient = value[0] in self.space.program.gradients
-        plain = value[0].op == "get_attr" or not self.terms.costs.is_counted
-        sent = sent_bytes(
-            float(numel_bytes(value, self.terms.shapes)),
-            source,
-            target,
-            self.sizes,
-            gradient,
-            plain,
-        )
-        if not any(sent):
-            return 0.0, 0.0
-        seconds = self.terms.costs.latency_s * (1 + gradient)
-        return seconds + sum(
-            number / self.terms.costs.rate(axis) for number, axis in zip(sent, self.axes)
-        ), sum(sent)
-
-
-def _placements(layout: Layout, axes: Sequence[str]) -> dict[str, Placement]:
-    return {
-        axis: next((dim for dim, cut_by in enumerate(layout.axes) if axis in cut_by), SAME)
-        for axis in axes
-    }

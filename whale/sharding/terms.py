@@ -105,7 +105,7 @@ class Terms:
         if node in self.space.program.gradients:
             seconds *= 1 + BACKWARD_PER_FORWARD
         return np.array(
-            [seconds * self.share(node, options) + self._inside(node, options) for options in joint]
+            [seconds * self.share(node, options) + self.inside(node, options) for options in joint]
         )
 
     def share(self, node: Node, options: Mapping[str, Option]) -> float:
@@ -133,7 +133,7 @@ class Terms:
             (v, p) for v, p in zip(values, (*option.inputs, *option.outputs)) if isinstance(p, int)
         )
 
-    def _inside(self, node: Node, options: Mapping[str, Option]) -> float:
+    def inside(self, node: Node, options: Mapping[str, Option]) -> float:
         """Seconds of messages inside of an operation: all-reduces of rows for norms and losses over
         a cut dim, panels of SUMMA, tokens that travel to their experts.
         """
