@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from torch.fx import Node
 
 from whale.cluster.cluster import Cluster, Device, DeviceKind
 from whale.cluster.layer_times import LayerTimes
@@ -173,7 +174,7 @@ class GroupOutline(Outline):
     def _modelled_part(self, kind: DeviceKind) -> Floats:
         """(segments,): the part of the operations of each that is in no measured layer."""
         if kind not in self._modelled:
-            measured = set()
+            measured: set[Node] = set()
             for each in self._any_workload.measured_regions(kind.name):
                 measured.update(each.region.nodes)
             modelled = self._by_segment([float(node not in measured) for node in self.activations])
