@@ -19,6 +19,7 @@ from whale import api
 from whale.capture.batch import read_batch
 from whale.capture.prepare import CapturedModel
 from whale.planning.planner import Problem, fingerprint
+from whale.planning.replica_drafts import GroupDrafts
 from whale.planning.replica_specs import ReplicaSpec, StageSpec
 from whale.planning.replicas import plan_of_replicas
 
@@ -248,7 +249,7 @@ def without_a_rank(
         one = ReplicaSpec((StageSpec((2,)),), num_samples=6)
         two = ReplicaSpec((StageSpec((3,)), StageSpec((0,))), num_micro_batch=2)
         model = fingerprint(prepared.captured)
-        plan, _ = plan_of_replicas(problem, [one, two], model, may_leave_out=True)
+        plan, _ = plan_of_replicas(GroupDrafts(problem, model), [one, two], may_leave_out=True)
         assert plan.left_out == (1,)
     engine = wh.parallelize(build(), batch(0), optimizer=adamw, prepared=prepared, plan=plan)
     losses = [engine.step(batch(step)).loss for step in range(2)]

@@ -26,6 +26,7 @@ from whale.emulation.stub import make_stub
 from whale.lowering.messages import build_bridges
 from whale.lowering.program import crossing_values
 from whale.planning.planner import Problem, apply_plan, fingerprint
+from whale.planning.replica_drafts import GroupDrafts
 from whale.planning.replica_specs import ReplicaSpec, StageSpec, activations, specs_of_config
 from whale.planning.replicas import plan_of_replicas
 from whale.plans.plan import Plan
@@ -100,7 +101,7 @@ def plan_on() -> Callable[..., Plan]:
         problem = problem_on(kinds, config)
         specs = specs_of_config(config, activations(prepared.captured, prepared.kinds))
         model = fingerprint(prepared.captured)
-        plan, _ = plan_of_replicas(problem, specs, model, may_leave_out)
+        plan, _ = plan_of_replicas(GroupDrafts(problem, model), specs, may_leave_out)
         return plan
 
     make.prepared = prepared  # type: ignore[attr-defined]
@@ -408,7 +409,8 @@ def test_candidates_of_the_search_become_such_plans(plan_on: Callable[..., Plan]
     alone = ReplicaChoice((DeviceGroup((0,)),), num_samples=12)
     halves = ReplicaChoice((DeviceGroup((3, 6), (1, 2, 1)),), num_samples=6)
     problem = plan_on.problem(["T4"] * 7, Config())  # type: ignore[attr-defined]
-    plan, _ = plan_of_candidate(problem, Candidate((wave, alone, halves)))
+    drafts = GroupDrafts(problem, fingerprint(problem.captured))
+    plan, _ = plan_of_candidate(drafts, Candidate((wave, alone, halves)))
     assert plan.left_out == (5,)
     first, second, third = plan.by_template
     assert [view.batch_size for view in plan.by_template] == [30, 12, 6]

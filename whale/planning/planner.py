@@ -34,6 +34,7 @@ from whale.planning.offload_auto import (
 from whale.planning.pricing import typical_share
 from whale.planning.problem import Problem, check_loss_and_buffers
 from whale.planning.recompute import check_names
+from whale.planning.replica_drafts import GroupDrafts
 from whale.planning.replica_specs import activations, specs_of_config
 from whale.planning.replicas import plan_of_replicas
 from whale.planning.stages import (
@@ -69,9 +70,8 @@ def make_plan(problem: Problem) -> tuple[Plan, Assignment]:
                 f'"offload": {problem.config.offload!r} is for model replicas that are all alike. '
                 'Try: "offload": false, or leave "replicas" out'
             )
-        given, assignment = plan_of_replicas(
-            _with_level(problem, 0), specs, fingerprint(problem.captured)
-        )
+        drafts = GroupDrafts(_with_level(problem, 0), fingerprint(problem.captured))
+        given, assignment = plan_of_replicas(drafts, specs)
         return with_even_blocks(problem, given, level), assignment
     refuse_without_memory(problem)
     plan, assignment = _least_memory(problem)

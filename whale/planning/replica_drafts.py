@@ -4,8 +4,8 @@ schedule and shares, as in any plan, for their own devices and samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch.fx import Node
@@ -24,6 +24,12 @@ from whale.planning.workload import Workload
 from whale.plans.plan import Plan
 from whale.plans.shares import DoesNotFit, check_batch
 from whale.plans.virtual_devices import DevicePlacement, VirtualDevice
+from whale.simulation.simulate import step_seconds
+
+MOST_KEPT = 400_000
+"""operations of all drafts that are kept together: thousands of drafts of a tiny model, few of a
+large one
+"""
 
 
 @dataclass(frozen=True)
@@ -33,12 +39,54 @@ class GroupDraft:
     problem: Problem
     workload: Workload
     draft: Draft
+    model: str
+    """fingerprint of the graph"""
 
-    def plan(self, model: str) -> Plan:
-        return assemble(self.problem, self.workload, self.draft, model)
+    @cached_property
+    def plan(self) -> Plan:
+        return assemble(self.problem, self.workload, self.draft, self.model)
+
+    @cached_property
+    def gradients_s(self) -> float:
+        """Seconds until all gradients are there."""
+        return step_seconds(self.plan).gradients_s
 
 
-def draft_of_group(problem: Problem, group: Sequence[ReplicaSpec], num_samples: int) -> GroupDraft:
+@dataclass(frozen=True)
+class GroupDrafts:
+    """Drafts of groups of alike replicas for one problem, each made once: the candidates of a search
+    have most of their replicas in common.
+    """
+
+    problem: Problem
+    model: str
+    """fingerprint of the graph"""
+    known: dict[Hashable, GroupDraft | ValueError] = field(default_factory=dict, repr=False)
+    """shared by all candidates of a search: drafts, and why there is none"""
+
+    def of(
+        self, group: Sequence[ReplicaSpec], num_samples: int, is_trial: bool = False
+    ) -> GroupDraft:
+        """The best draft for these replicas; raises where memory is too small."""
+        problem = replace(self.problem, is_trial=True) if is_trial else self.problem
+        memory = (problem.config.zero, problem.offload)
+        key = (tuple(group), num_samples, memory, problem.schedule_tries, problem.is_trial)
+        if key not in self.known:
+            while len(self.known) * len(problem.kinds) > MOST_KEPT:
+                del self.known[next(iter(self.known))]
+            try:
+                self.known[key] = _draft_of_group(problem, group, num_samples, self.model)
+            except ValueError as error:
+                self.known[key] = error
+        found = self.known[key]
+        if isinstance(found, ValueError):
+            raise found.with_traceback(None)
+        return found
+
+
+def _draft_of_group(
+    problem: Problem, group: Sequence[ReplicaSpec], num_samples: int, model: str
+) -> GroupDraft:
     """The best draft for these replicas; raises where memory is too small."""
     spec = group[0]
     config = problem.config.replace(
@@ -74,7 +122,8 @@ def draft_of_group(problem: Problem, group: Sequence[ReplicaSpec], num_samples: 
     order = Order(spec.why, tuple(range(len(devices))))
     names = ", ".join(str(rank) for rank in group[0].ranks)
     try:
-        return GroupDraft(own, workload, ReplicaDrafts(own, workload, order, spec.local()).best())
+        best = ReplicaDrafts(own, workload, order, spec.local()).best()
+        return GroupDraft(own, workload, best, model)
     except DoesNotFit as error:
         raise DoesNotFit(f"the model replica on ranks {names}: {error}") from None
     except ValueError as error:

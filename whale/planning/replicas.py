@@ -19,12 +19,11 @@ from whale.names import count
 from whale.operations.nodes import trains_batch_norm
 from whale.planning.join import join
 from whale.planning.problem import Problem, check_loss_and_buffers, precision_decision
-from whale.planning.replica_drafts import GroupDraft, draft_of_group, ranks_of_group
+from whale.planning.replica_drafts import GroupDraft, GroupDrafts, ranks_of_group
 from whale.planning.replica_specs import ReplicaSpec, alike, check_specs
 from whale.planning.stages import Assignment
 from whale.plans.plan import Decision, Plan
 from whale.plans.shares import DoesNotFit, Load, best_shares
-from whale.simulation.simulate import step_seconds
 from whale.units import human_seconds
 
 ROUNDS = 4
@@ -32,23 +31,24 @@ ROUNDS = 4
 
 
 def plan_of_replicas(
-    problem: Problem, specs: Sequence[ReplicaSpec], model: str, may_leave_out: bool = False
+    made: GroupDrafts, specs: Sequence[ReplicaSpec], may_leave_out: bool = False
 ) -> tuple[Plan, Assignment]:
     """The plan of these model replicas, and where every operation runs in the first of them.
-    `model`: fingerprint of the graph. `may_leave_out`: ranks that no replica has take no part.
+    `may_leave_out`: ranks that no replica has take no part.
     """
+    problem = made.problem
     _refuse_annotations(problem)
     check_specs(specs, problem.cluster.num_devices, problem.batch_size, may_leave_out)
     groups = alike(specs, problem.cluster)
     if len(groups) > 1:
         refuse_heterogeneous(problem)
-    drafts = _shared_again(problem, groups, _first_drafts(problem, groups), model)
-    plans = [draft.plan(model) for draft in drafts]
+    drafts = _shared_again(made, groups, _first_drafts(made, groups))
+    plans = [draft.plan for draft in drafts]
     assignment = drafts[0].draft.assignment
     if len(plans) == 1:
         return with_precision(problem, _on_ranks(problem, plans[0], groups[0])), assignment
     ranks = [ranks_of_group(group) for group in groups]
-    joined = join(problem, plans, ranks, _decisions(plans))
+    joined = join(problem, plans, ranks, _decisions(drafts))
     return with_precision(problem, joined), assignment
 
 
@@ -110,10 +110,11 @@ def refuse_heterogeneous(problem: Problem) -> None:
         )
 
 
-def _first_drafts(problem: Problem, groups: Sequence[Sequence[ReplicaSpec]]) -> list[GroupDraft]:
+def _first_drafts(made: GroupDrafts, groups: Sequence[Sequence[ReplicaSpec]]) -> list[GroupDraft]:
     """A draft of every group: with the samples given, the others by the rates of the devices, and
     where these do not fit into memory, with as many as do.
     """
+    problem = made.problem
     loads = []
     for group in groups:
         devices = [problem.cluster.devices[rank] for rank in ranks_of_group(group)]
@@ -124,9 +125,9 @@ def _first_drafts(problem: Problem, groups: Sequence[Sequence[ReplicaSpec]]) -> 
         drafts: list[GroupDraft] = []
         for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
             try:
-                drafts.append(draft_of_group(problem, group, size))
+                drafts.append(made.of(group, size))
             except DoesNotFit:
-                most = _most_samples(problem, group, size)
+                most = _most_samples(made, group, size)
                 is_given = all(spec.num_samples is not None for spec in group)
                 if is_given or not most:
                     raise
@@ -136,17 +137,16 @@ def _first_drafts(problem: Problem, groups: Sequence[Sequence[ReplicaSpec]]) -> 
             return drafts
 
 
-def _most_samples(problem: Problem, group: Sequence[ReplicaSpec], too_many: int) -> int:
+def _most_samples(made: GroupDrafts, group: Sequence[ReplicaSpec], too_many: int) -> int:
     """The largest number of samples below `too_many` that these replicas have memory for, by
     bisection; 0 where not even the least fit.
     """
-    trial = replace(problem, is_trial=True)
     low = _least(group) - 1
     high = too_many
     while low + 1 < high:
         middle = (low + high) // 2
         try:
-            draft_of_group(trial, group, middle)
+            made.of(group, middle, is_trial=True)
             low = middle
         except DoesNotFit:
             high = middle
@@ -205,10 +205,7 @@ def _evened(
 
 
 def _shared_again(
-    problem: Problem,
-    groups: Sequence[Sequence[ReplicaSpec]],
-    drafts: list[GroupDraft],
-    model: str,
+    made: GroupDrafts, groups: Sequence[Sequence[ReplicaSpec]], drafts: list[GroupDraft]
 ) -> list[GroupDraft]:
     """The drafts with samples that follow the simulated time of each group."""
     is_free = [any(spec.num_samples is None for spec in group) for group in groups]
@@ -217,19 +214,19 @@ def _shared_again(
     best = drafts
     best_s = float("inf")
     for _ in range(ROUNDS):
-        times = [step_seconds(draft.plan(model)).gradients_s for draft in drafts]
+        times = [draft.gradients_s for draft in drafts]
         if max(times) >= best_s:
             break
         best = drafts
         best_s = max(times)
         sizes = [draft.problem.batch_size for draft in drafts]
         loads = [Load(time / size) for time, size in zip(times, sizes, strict=True)]
-        new = _sizes(problem, groups, loads)
+        new = _sizes(made.problem, groups, loads)
         if new == sizes:
             break
         try:
             drafts = [
-                draft if size == before else draft_of_group(problem, group, size)
+                draft if size == before else made.of(group, size)
                 for draft, group, size, before in zip(drafts, groups, new, sizes, strict=True)
             ]
         except DoesNotFit:
@@ -245,18 +242,18 @@ def _on_ranks(problem: Problem, plan: Plan, group: Sequence[ReplicaSpec]) -> Pla
     return join(problem, [plan], [ranks], ())
 
 
-def _decisions(plans: Sequence[Plan]) -> tuple[Decision, ...]:
+def _decisions(drafts: Sequence[GroupDraft]) -> tuple[Decision, ...]:
     """Why each group of replicas has its samples."""
     times = []
     sizes = []
-    for plan in plans:
-        sizes.append(str(plan.batch_size))
-        times.append(human_seconds(step_seconds(plan).gradients_s))
+    for draft in drafts:
+        sizes.append(str(draft.plan.batch_size))
+        times.append(human_seconds(draft.gradients_s))
     return (
         Decision(
             "model replicas",
-            f"{count(sum(plan.num_replicas for plan in plans), 'replica')} of "
-            f"{count(len(plans), 'kind')}",
+            f"{count(sum(draft.plan.num_replicas for draft in drafts), 'replica')} of "
+            f"{count(len(drafts), 'kind')}",
             "replicas that are not alike have their own stages, micro-batches and schedule; "
             f"samples {' + '.join(sizes)} of a mini-batch, simulated alone {', '.join(times)}",
         ),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from whale.config import Config
@@ -13,6 +14,7 @@ from whale.planning.drafts import OrderDrafts
 from whale.planning.planner import fingerprint
 from whale.planning.pricing import typical_share
 from whale.planning.problem import Problem
+from whale.planning.replica_drafts import GroupDraft, GroupDrafts
 from whale.planning.schedules import ACTION_S
 from whale.planning.stages import Assignment
 from whale.plans.plan import Plan
@@ -78,6 +80,7 @@ class Drafting:
 
     problem: Problem
     outline: Outline
+    _group_drafts: dict[Hashable, GroupDraft | ValueError] = field(default_factory=dict, repr=False)
 
     @cached_property
     def model(self) -> str:
@@ -114,7 +117,8 @@ class Drafting:
 
     def _draft_replicas(self, problem: Problem, candidate: Candidate) -> Drafted:
         """Replicas that are not alike, or devices that are left out."""
-        plan, assignment = plan_of_candidate(problem, candidate, self.model)
+        drafts = GroupDrafts(problem, self.model, self._group_drafts)
+        plan, assignment = plan_of_candidate(drafts, candidate)
         return Drafted(candidate, plan, assignment, step_seconds(plan).step_s)
 
     def config_of(self, candidate: Candidate) -> Config:

@@ -5,8 +5,7 @@
 from __future__ import annotations
 
 from whale.annotation import Strategy
-from whale.planning.planner import fingerprint
-from whale.planning.problem import Problem
+from whale.planning.replica_drafts import GroupDrafts
 from whale.planning.replica_specs import ReplicaSpec, StageSpec
 from whale.planning.replicas import plan_of_replicas
 from whale.planning.stages import Assignment
@@ -22,15 +21,12 @@ from whale.search.candidate import (
 )
 
 
-def plan_of_candidate(
-    problem: Problem, candidate: Candidate, model: str | None = None
-) -> tuple[Plan, Assignment]:
+def plan_of_candidate(drafts: GroupDrafts, candidate: Candidate) -> tuple[Plan, Assignment]:
     """The plan of any candidate without offload; ranks that no replica names take no part.
-    Raises ValueError where it cannot be. `model`: fingerprint of the graph, where it is known.
+    Raises ValueError where it cannot be.
     """
     specs = [_spec(replica, candidate.memory.recompute) for replica in candidate.replicas]
-    graph = model or fingerprint(problem.captured)
-    return plan_of_replicas(problem, specs, graph, may_leave_out=True)
+    return plan_of_replicas(drafts, specs, may_leave_out=True)
 
 
 def _spec(replica: ReplicaChoice, recompute: Recompute) -> ReplicaSpec:
