@@ -3,17 +3,17 @@ not, stages of any width in any order, every cut, every number of micro-batches.
 
 Devices that nothing tells apart (kind, host) are interchangeable, so each arrangement comes once.
 All that could be faster than a given time is drafted and simulated, as the search does it; what a
-lower bound proves to be slower is not. For a stage s of replica r, with w the seconds of a sample on
-its devices together and M micro-batches, r works for b_r samples at least
+lower bound proves to be slower is not. For b samples of a replica in M micro-batches, stage s works
+at least until
 
-    b_r (w_s + sum over earlier stages t of w_t / M)                                            (1)
+    M I_s(b / M) + b / M (sum over earlier stages t of w_t)                                     (1)
 
-(the first micro-batch must come to s, the last must go back; the messages between count as w), so that all replicas need for B samples
-
-    B / sum over r of 1 / (w_s + sum of w_t / M)                                                (2)
-
-and then the gradients of what s holds are all-reduced over whoever holds them, unless they are so
-many that this begins earlier. `faster_than` checks the bound against every score that it sees.
+where I_s(n) are the seconds of the busiest device when n whole samples are shared as well as can be,
+and w_t those of one sample on all devices of t together (the first micro-batch must come to s, the
+last must go back; the messages between count as w). Then the gradients of what s holds are
+all-reduced over whoever holds them, unless they are so many that this begins earlier, and the weights
+are updated. All replicas share the B samples of a mini-batch as well as whole samples can be.
+`faster_than` checks the bound against every score that it sees.
 """
 
 from __future__ import annotations
@@ -50,8 +50,23 @@ class Option:
     cuts: tuple[int, ...]
     """first segment of every stage"""
     num_micro_batch: int
-    speed: float
-    """samples per second at most, by line (1)"""
+    seconds: tuple[tuple[float, ...], ...] = ()
+    """[stage][samples of the replica]: by line (1)"""
+
+    @property
+    def least(self) -> int:
+        """Samples that it needs: one for each micro-batch and device of a stage."""
+        return self.num_micro_batch * max(map(len, self.stages))
+
+    def series(self, after_s: Sequence[float]) -> list[float]:
+        """Seconds for any number of samples or more. `after_s`: what follows each stage."""
+        found = []
+        for samples in range(len(self.seconds[0])):
+            times = [own[samples] + after for own, after in zip(self.seconds, after_s, strict=True)]
+            found.append(max(times))
+        for samples in reversed(range(len(found) - 1)):
+            found[samples] = min(found[samples], found[samples + 1])
+        return found
 
 
 @dataclass(frozen=True)
@@ -126,6 +141,21 @@ class EnumeratedPlans:
                 return 0.0
             speed += 1 / seconds
         return 1 / speed
+
+    def _shared_s(self, ranks: tuple[int, ...], start: int, end: int, samples: int) -> float:
+        """Seconds of the busiest of these devices when whole samples are shared by speed."""
+        key = (ranks, start, end, samples)
+        if key not in self._known_shared:
+            series = []
+            for rank in ranks:
+                own = self._sums[rank][end] - self._sums[rank][start]
+                series.append([number * own for number in range(samples + 1)])
+            self._known_shared[key] = _least_slowest(series, samples, [0] * len(ranks))
+        return self._known_shared[key]
+
+    @cached_property
+    def _known_shared(self) -> dict[tuple[tuple[int, ...], int, int, int], float]:
+        return {}
 
     def _reduced_s(self, ranks: Sequence[int], start: int, end: int) -> float:
         """Seconds of the all-reduce of what these segments train; 0 where it may begin early."""
@@ -203,7 +233,7 @@ class EnumeratedPlans:
             if count * widest > self.problem.batch_size:
                 continue
             for bound_s, cuts in self._cuts(replicas, count, limit_s):
-                options = [Option(stages, cuts, count, 0.0) for stages in replicas]
+                options = [Option(stages, cuts, count) for stages in replicas]
                 yield bound_s, self._candidate(options)
 
     def _cuts(
@@ -222,11 +252,15 @@ class EnumeratedPlans:
             is_last = stage == num_stages - 1
             for end in range(number if is_last else start + 1, number + 1):
                 own = [self._sample_s(each[stage], start, end) for each in replicas]
-                paths = [a + b for a, b in zip(own, before, strict=True)]
-                if min(paths) <= 0:
-                    work_s = 0.0
-                else:
-                    work_s = self.problem.batch_size / sum(1 / each for each in paths)
+                samples = self.problem.batch_size // count
+                series = []
+                for stages, way in zip(replicas, before, strict=True):
+                    times = []
+                    for share in range(samples + 1):
+                        shared_s = self._shared_s(stages[stage], start, end, share)
+                        times.append(count * (shared_s + way * share))
+                    series.append(times)
+                work_s = _least_slowest(series, samples, [0] * len(series))
                 holders = [rank for each in replicas for rank in each[stage]]
                 bound_s = work_s + self._reduced_s(holders, start, end) + actions_s
                 bound_s += self._update_s(holders, start, end)
@@ -279,47 +313,63 @@ class EnumeratedPlans:
                         key = (self._named(stages), cuts, count)
                         if count * widest >= self.problem.batch_size or key in found:
                             continue
-                        if 2 * count * ACTION_S < limit_s:
-                            speed = self._speed(stages, (0, *cuts), count)
-                            found[key] = Option(stages, (0, *cuts), count, speed)
-        options = sorted(found.values(), key=lambda each: -each.speed)
+                        seconds = self._seconds(stages, (0, *cuts), count)
+                        option = Option(stages, (0, *cuts), count, seconds)
+                        if self._most(option, limit_s) >= option.least:
+                            found[key] = option
+        options = sorted(found.values(), key=lambda each: -self._most(each, limit_s))
         self._known_options[ranks] = options
         return options
 
-    def _speed(self, stages: Stages, cuts: tuple[int, ...], count: int) -> float:
-        way = 0.0
-        slowest = 0.0
+    def _seconds(
+        self, stages: Stages, cuts: tuple[int, ...], count: int
+    ) -> tuple[tuple[float, ...], ...]:
+        """Line (1) for every stage and every number of samples."""
         bounds = (*cuts, self.outline.num_segments)
+        found = []
+        way = 0.0
         for stage, ranks in enumerate(stages):
-            own = self._sample_s(ranks, bounds[stage], bounds[stage + 1])
-            slowest = max(slowest, way + own)
+            start, end = bounds[stage], bounds[stage + 1]
+            times = []
+            for samples in range(self.problem.batch_size + 1):
+                if samples % count:
+                    shared_s = self._shared_s(ranks, start, end, samples)
+                    times.append(shared_s + FORWARD * way * samples)
+                else:
+                    shared_s = self._shared_s(ranks, start, end, samples // count)
+                    times.append(count * shared_s + way * samples)
+            found.append(tuple(times))
             if stage + 1 < len(stages):
-                sent = self._message_s(ranks, stages[stage + 1], bounds[stage + 1])
-                way += FORWARD * (own + sent) / count
-        return 1 / slowest if slowest else math.inf
+                sent = self._message_s(ranks, stages[stage + 1], end)
+                way += (self._sample_s(ranks, start, end) + sent) / count
+        return tuple(found)
+
+    def _most(self, option: Option, limit_s: float) -> int:
+        """Samples that it may do within the limit."""
+        limit_s -= 2 * option.num_micro_batch * ACTION_S
+        times = option.series([0.0] * len(option.stages))
+        return max((number for number, each in enumerate(times) if each < limit_s), default=0)
 
     def _combined(
         self, options: Sequence[Sequence[Option]], limit_s: float
     ) -> Iterator[tuple[float, Candidate]]:
-        """One option for each block, of those that are fast enough together."""
-        needed = self.problem.batch_size / limit_s
-        most_after = [
-            sum(each[0].speed for each in options[place + 1 :]) for place in range(len(options))
-        ]
+        """One option for each block, of those that do all samples in time together."""
+        batch_size = self.problem.batch_size
+        most = [[self._most(option, limit_s) for option in each] for each in options]
+        most_after = [sum(each[0] for each in most[place + 1 :]) for place in range(len(options))]
 
-        def next_block(chosen: tuple[Option, ...], speed: float) -> Iterator[tuple[Option, ...]]:
+        def next_block(chosen: tuple[Option, ...], samples: int) -> Iterator[tuple[Option, ...]]:
             place = len(chosen)
             if place == len(options):
                 yield chosen
                 return
-            for option in options[place]:
-                together = speed + option.speed
-                if together + most_after[place] <= needed:
+            for option, own in zip(options[place], most[place], strict=True):
+                if samples + own + most_after[place] < batch_size:
                     return
-                yield from next_block((*chosen, option), together)
+                yield from next_block((*chosen, option), samples + own)
 
         seen = set()
-        for chosen in next_block((), 0.0):
+        for chosen in next_block((), 0):
             first = chosen[0]
             if all(_is_like(first, option) for option in chosen):
                 continue
@@ -332,23 +382,24 @@ class EnumeratedPlans:
                 yield bound_s, self._candidate(chosen)
 
     def _bound(self, chosen: Sequence[Option]) -> float:
-        """Line (2) with the all-reduce of every part of the model that has its own holders."""
+        """Line (1) with the all-reduce and the update of what each stage holds."""
         number = self.outline.num_segments
-        actions_s = max(2 * option.num_micro_batch * ACTION_S for option in chosen)
         edges = sorted({cut for option in chosen for cut in option.cuts} | {number})
-        bound_s = self.problem.batch_size / sum(option.speed for option in chosen)
+        after_s = [[0.0] * len(option.stages) for option in chosen]
         for start, end in itertools.pairwise(edges):
-            speed = 0.0
+            places = []
             holders: list[int] = []
             for option in chosen:
-                bounds = (*option.cuts, number)
                 stage = max(s for s, cut in enumerate(option.cuts) if cut <= start)
+                places.append(stage)
                 holders += option.stages[stage]
-                own = self._sample_s(option.stages[stage], bounds[stage], bounds[stage + 1])
-                speed += 1 / own if own else math.inf
-            reduced_s = self._reduced_s(holders, start, end) + self._update_s(holders, start, end)
-            bound_s = max(bound_s, self.problem.batch_size / speed + reduced_s)
-        return bound_s + actions_s
+            own_s = self._reduced_s(holders, start, end) + self._update_s(holders, start, end)
+            for after, stage in zip(after_s, places, strict=True):
+                after[stage] = max(after[stage], own_s)
+        series = [option.series(after) for option, after in zip(chosen, after_s, strict=True)]
+        least = [option.least for option in chosen]
+        actions_s = max(2 * option.num_micro_batch * ACTION_S for option in chosen)
+        return _least_slowest(series, self.problem.batch_size, least) + actions_s
 
     # ---- candidates
 
@@ -387,3 +438,16 @@ def _set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
         yield [[first], *blocks]
         for place in range(len(blocks)):
             yield [*blocks[:place], [first, *blocks[place]], *blocks[place + 1 :]]
+
+
+def _least_slowest(series: Sequence[Sequence[float]], total: int, least: Sequence[int]) -> float:
+    """The least that the slowest takes when so many whole samples are shared. `series`: seconds of
+    each for any number of samples, which rise; `least`: samples that each gets.
+    """
+    shares = [*least]
+    if sum(shares) > total:
+        return math.inf
+    for _ in range(total - sum(shares)):
+        best = min(range(len(shares)), key=lambda place: series[place][shares[place] + 1])
+        shares[best] += 1
+    return max(own[share] for own, share in zip(series, shares, strict=True))

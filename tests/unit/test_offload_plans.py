@@ -216,7 +216,7 @@ def test_advice_has_memory_and_traffic_of_every_plan() -> None:
     made = plan(offload={"weights": "host"})
     timeline = wh.simulate(made)
     ranked = RankedPlan("data parallel", "data parallel", made, timeline)
-    advice = Advice((ranked,), (), (), (), (), "whale run train.py")
+    advice = Advice((ranked,), (), (), None, (), (), "whale run train.py")
     shown = advice_json(advice)["plans"][0]
     away = timeline.devices[0].away
     assert away is not None

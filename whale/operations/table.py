@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,17 +47,25 @@ FREE = names_with("free", True)
 
 def row_named(name: str) -> Row:
     """The row of this name; an empty one where there is none."""
-    return TABLE.get(name, Row(name))
+    found = TABLE.get(name)
+    return Row(name) if found is None else found
 
 
 def row_of(node: Node) -> Row:
     """The row of a node's operation: elementwise where torch or the table says so, and an empty row
     for what is unknown.
     """
-    known = row_named(op_name(node))
+    name = op_name(node)
+    known = row_named(name)
     if known.dims is None and is_pointwise(node):
-        return replace(known, dims=pointwise)
+        return _pointwise_row(name)
     return known
+
+
+@cache
+def _pointwise_row(name: str) -> Row:
+    """The row of an operation that only torch calls elementwise."""
+    return replace(row_named(name), dims=pointwise)
 
 
 def is_pointwise(node: Node) -> bool:

@@ -61,8 +61,13 @@ class GroupDrafts:
     problem: Problem
     model: str
     """fingerprint of the graph"""
-    known: dict[Hashable, GroupDraft | ValueError] = field(default_factory=dict, repr=False)
-    """shared by all candidates of a search: drafts, and why there is none"""
+    _known: dict[Hashable, GroupDraft | ValueError] = field(default_factory=dict, repr=False)
+    """drafts, and why there is none"""
+    _workloads: dict[Hashable, Workload] = field(default_factory=dict, repr=False)
+
+    def with_problem(self, problem: Problem) -> GroupDrafts:
+        """The same for another candidate of a search, which differs in its settings alone."""
+        return replace(self, problem=problem)
 
     def of(
         self, group: Sequence[ReplicaSpec], num_samples: int, is_trial: bool = False
@@ -71,63 +76,68 @@ class GroupDrafts:
         problem = replace(self.problem, is_trial=True) if is_trial else self.problem
         memory = (problem.config.zero, problem.offload)
         key = (tuple(group), num_samples, memory, problem.schedule_tries, problem.is_trial)
-        if key not in self.known:
-            while len(self.known) * len(problem.kinds) > MOST_KEPT:
-                del self.known[next(iter(self.known))]
+        if key not in self._known:
+            while len(self._known) * len(problem.kinds) > MOST_KEPT:
+                del self._known[next(iter(self._known))]
             try:
-                self.known[key] = _draft_of_group(problem, group, num_samples, self.model)
+                self._known[key] = self._draft(problem, group, num_samples)
             except ValueError as error:
-                self.known[key] = error
-        found = self.known[key]
+                self._known[key] = error
+        found = self._known[key]
         if isinstance(found, ValueError):
             raise found.with_traceback(None)
         return found
 
+    def _draft(
+        self, problem: Problem, group: Sequence[ReplicaSpec], num_samples: int
+    ) -> GroupDraft:
+        spec = group[0]
+        config = problem.config.replace(
+            replicas=None,
+            num_task_graph=None,
+            num_micro_batch=spec.num_micro_batch,
+            schedule=spec.schedule,
+            num_waves=spec.num_waves,
+            recompute=list(spec.recompute) if isinstance(spec.recompute, tuple) else spec.recompute,
+        )
+        devices = [problem.cluster.devices[rank] for rank in ranks_of_group(group)]
+        own = replace(
+            problem,
+            cluster=problem.cluster.in_order(devices),
+            config=config,
+            batch_size=num_samples,
+            mini_batch_size=problem.batch_size if num_samples < problem.batch_size else 0,
+            # devices of other replicas have a say in it
+            float32_precision=problem.float32_precision if problem.dtype == "tf32" else "highest",
+        )
+        share = typical_share(num_samples, spec.num_micro_batch, len(group))
+        workload = self._workload(own, share)
+        order = Order(spec.why, tuple(range(len(devices))))
+        names = ", ".join(str(rank) for rank in group[0].ranks)
+        try:
+            best = ReplicaDrafts(own, workload, order, spec.local()).best()
+            return GroupDraft(own, workload, best, self.model)
+        except DoesNotFit as error:
+            raise DoesNotFit(f"the model replica on ranks {names}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"the model replica on ranks {names}: {error}") from None
 
-def _draft_of_group(
-    problem: Problem, group: Sequence[ReplicaSpec], num_samples: int, model: str
-) -> GroupDraft:
-    """The best draft for these replicas; raises where memory is too small."""
-    spec = group[0]
-    config = problem.config.replace(
-        replicas=None,
-        num_task_graph=None,
-        num_micro_batch=spec.num_micro_batch,
-        schedule=spec.schedule,
-        num_waves=spec.num_waves,
-        recompute=list(spec.recompute) if isinstance(spec.recompute, tuple) else spec.recompute,
-    )
-    devices = [problem.cluster.devices[rank] for rank in ranks_of_group(group)]
-    own = replace(
-        problem,
-        cluster=problem.cluster.in_order(devices),
-        config=config,
-        batch_size=num_samples,
-        mini_batch_size=problem.batch_size if num_samples < problem.batch_size else 0,
-        # devices of other replicas have a say in it
-        float32_precision=problem.float32_precision if problem.dtype == "tf32" else "highest",
-    )
-    workload = Workload(
-        own.captured,
-        num_samples,
-        own.facts.gradients,
-        own.optimizer_ratio,
-        own.dtype,
-        typical_share(num_samples, spec.num_micro_batch, len(group)),
-        own.mini_batch_size,
-        own.update_work,
-        own.cluster.layer_times,
-        facts=own.facts,
-    )
-    order = Order(spec.why, tuple(range(len(devices))))
-    names = ", ".join(str(rank) for rank in group[0].ranks)
-    try:
-        best = ReplicaDrafts(own, workload, order, spec.local()).best()
-        return GroupDraft(own, workload, best, model)
-    except DoesNotFit as error:
-        raise DoesNotFit(f"the model replica on ranks {names}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"the model replica on ranks {names}: {error}") from None
+    def _workload(self, problem: Problem, share: int) -> Workload:
+        key = (problem.batch_size, problem.mini_batch_size, share)
+        if key not in self._workloads:
+            self._workloads[key] = Workload(
+                problem.captured,
+                problem.batch_size,
+                problem.facts.gradients,
+                problem.optimizer_ratio,
+                problem.dtype,
+                share,
+                problem.mini_batch_size,
+                problem.update_work,
+                problem.cluster.layer_times,
+                facts=problem.facts,
+            )
+        return self._workloads[key]
 
 
 def ranks_of_group(group: Sequence[ReplicaSpec]) -> list[int]:

@@ -30,12 +30,16 @@ class Blocks:
         default_factory=dict, repr=False
     )
 
+    @property
+    def are_allowed(self) -> bool:
+        """Whether model replicas need not be alike."""
+        search = self.search
+        has_stages = search.settings.num_stages is not None
+        return search.most_wide > 1 and not has_stages and not search.measures[0].zero
+
     def unlike(self) -> list[tuple[float, Candidate]]:
         """(estimated seconds, candidate) of model replicas that are not alike, the best first."""
-        search = self.search
-        if search.most_wide == 1 or search.settings.num_stages is not None:
-            return []
-        if search.measures[0].zero:
+        if not self.are_allowed:
             return []
         found: list[tuple[float, Candidate]] = []
         best = self.search.best

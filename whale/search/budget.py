@@ -45,7 +45,7 @@ class Budget:
     neighbours: int = 24
     """points near to the best that are estimated"""
     nudges: int = 0
-    """candidates that differ from one of the best in one cut or one number that are drafted"""
+    """candidates that differ from one of the best in one cut, one number or one device that are drafted"""
     nudged: int = 4
     """so many of the best are those"""
     polished: int = 2
@@ -66,7 +66,7 @@ class Budget:
                 unlike_slower=1.45,
                 block_shapes=4,
                 smaller=6,
-                nudges=90,
+                nudges=200,
             )
         if num_operations < SMALL:
             return Budget(

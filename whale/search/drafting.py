@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from whale.config import Config
@@ -14,7 +13,7 @@ from whale.planning.drafts import OrderDrafts
 from whale.planning.planner import fingerprint
 from whale.planning.pricing import typical_share
 from whale.planning.problem import Problem
-from whale.planning.replica_drafts import GroupDraft, GroupDrafts
+from whale.planning.replica_drafts import GroupDrafts
 from whale.planning.schedules import ACTION_S
 from whale.planning.stages import Assignment
 from whale.plans.plan import Plan
@@ -80,12 +79,16 @@ class Drafting:
 
     problem: Problem
     outline: Outline
-    _group_drafts: dict[Hashable, GroupDraft | ValueError] = field(default_factory=dict, repr=False)
 
     @cached_property
     def model(self) -> str:
         """The fingerprint of the captured model, computed once."""
         return fingerprint(self.problem.captured)
+
+    @cached_property
+    def _groups(self) -> GroupDrafts:
+        """Drafts of replicas that candidates have in common."""
+        return GroupDrafts(self.problem, self.model)
 
     def draft(self, candidate: Candidate, tries: int | None = DRAFT_TRIES) -> Drafted:
         """The plan of a candidate; raises ValueError where it cannot be: it does not fit, or the
@@ -117,8 +120,7 @@ class Drafting:
 
     def _draft_replicas(self, problem: Problem, candidate: Candidate) -> Drafted:
         """Replicas that are not alike, or devices that are left out."""
-        drafts = GroupDrafts(problem, self.model, self._group_drafts)
-        plan, assignment = plan_of_candidate(drafts, candidate)
+        plan, assignment = plan_of_candidate(self._groups.with_problem(problem), candidate)
         return Drafted(candidate, plan, assignment, step_seconds(plan).step_s)
 
     def config_of(self, candidate: Candidate) -> Config:

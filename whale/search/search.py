@@ -22,6 +22,7 @@ from whale.planning.schedules import FIXED_ORDERS
 from whale.search.blocks import Blocks
 from whale.search.budget import Budget
 from whale.search.candidate import Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
+from whale.search.device_moves import moved_devices
 from whale.search.drafting import Drafted, Drafting
 from whale.search.equal_stages import draft_equal
 from whale.search.estimate import Estimator
@@ -403,8 +404,8 @@ class Search(Tries):
         return self.best is not best
 
     def _nudge(self) -> None:
-        """Drafts what differs from one of the best in one cut or one number, until none of them
-        is faster.
+        """Drafts what differs from one of the best in one cut, one number or one device, until
+        none of them is faster.
         """
         left = self.budget.nudges
         different = {each.score_s: each for each in reversed(self.drafted)}
@@ -413,16 +414,22 @@ class Search(Tries):
             is_better = True
             while left and is_better:
                 is_better = False
-                for candidate in nudged(here.candidate, self.settings, self.outline):
+                for candidate in self._near(here.candidate):
                     if not left:
                         break
-                    left -= 1
-                    self.report("nudges", self.budget.nudges - left, self.budget.nudges)
                     made = self.draft(candidate)
+                    left -= made is not None
+                    self.report("nudges", self.budget.nudges - left, self.budget.nudges)
                     if made is not None and made.score_s < here.score_s:
                         here = made
                         is_better = True
                         break
+
+    def _near(self, candidate: Candidate) -> Iterator[Candidate]:
+        """What differs from a candidate in one cut, one number or one device."""
+        yield from nudged(candidate, self.settings, self.outline)
+        if self.blocks.are_allowed:
+            yield from moved_devices(candidate, self.outline)
 
 
 def new_search(
