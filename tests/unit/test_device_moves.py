@@ -56,6 +56,22 @@ def test_every_device_stays_and_cuts_rise(problem: Problem) -> None:
                 assert starts[0] == 0 and list(starts) == sorted(set(starts))
 
 
+def test_a_device_that_was_left_out_joins(problem: Problem) -> None:
+    outline = Outline(problem)
+    here = candidate(outline, [(1, 2)], [(3,)])
+    moved = [stages_of(made) for made in moved_devices(here, outline) if 0 in made.ranks]
+    assert {((0,),), ((1,),), ((2,),), ((3,),)} in moved
+    assert {((0,), (1,)), ((2,),), ((3,),)} in moved
+    assert {((1,),), ((2,),), ((3, 0),)} in moved
+
+
+def test_wide_stages_become_pipelines_and_single_devices(problem: Problem) -> None:
+    outline = Outline(problem)
+    here = candidate(outline, [(0,), (1, 2, 3)])
+    moved = [stages_of(made) for made in moved_devices(here, outline)]
+    assert {((0,), (2,)), ((1,),), ((3,),)} in moved
+
+
 def test_a_device_becomes_a_stage_of_another_replica(problem: Problem) -> None:
     outline = Outline(problem)
     here = candidate(outline, [(2,), (0,)], [(1,), (3,)])

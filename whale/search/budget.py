@@ -47,7 +47,7 @@ class Budget:
     nudges: int = 0
     """candidates that differ from one of the best in one cut, one number or one device that are drafted"""
     nudged: int = 4
-    """so many of the best are those"""
+    """so many of the best are those that come first"""
     polished: int = 2
     """candidates that are drafted with several chunks, and with a full search for their order"""
 
@@ -66,7 +66,7 @@ class Budget:
                 unlike_slower=1.45,
                 block_shapes=4,
                 smaller=6,
-                nudges=200,
+                nudges=240,
             )
         if num_operations < SMALL:
             return Budget(

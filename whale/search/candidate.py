@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from whale.annotation.scopes import GridShape
 from whale.names import count
@@ -101,6 +102,11 @@ class ReplicaChoice:
     def ranks(self) -> tuple[int, ...]:
         return tuple(rank for group in self.groups for rank in group.ranks)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every device runs the whole model, on samples of its own."""
+        return self.num_stages == 1 and self.groups[0].grid is None
+
     def is_like(self, other: ReplicaChoice) -> bool:
         """Whether both run the same stages in the same order, on groups of the same shape."""
         return (
@@ -140,16 +146,22 @@ class Candidate:
 
     def signature(self, labels: Sequence[str]) -> object:
         """Equal for candidates that differ only in which of several devices with the same label
-        stands where, or in the order of their replicas.
+        stands where, in the order of their replicas, or in whether devices that each run the whole
+        model are one replica or several.
         """
-        replicas = []
+        replicas: list[tuple[Any, str]] = []
         for replica in self.replicas:
+            names = [labels[rank] for rank in replica.ranks]
+            if replica.is_whole and (replica.num_micro_batch == 1 or len(set(names)) == 1):
+                each = replica.num_samples if len(names) == 1 else None
+                rest = f"{replica.num_micro_batch} {each}"
+                replicas += [((((name,), "", ()),), rest) for name in names]
+                continue
             groups = []
             for group in replica.groups:
                 own = tuple(sorted(labels[rank] for rank in group.ranks))
                 groups.append((own, str(group.grid), group.split))
-            rest = replace(replica, groups=())
-            replicas.append((tuple(groups), str(rest)))
+            replicas.append((tuple(groups), str(replace(replica, groups=()))))
         return tuple(sorted(replicas)), self.memory
 
     def describe(self) -> str:

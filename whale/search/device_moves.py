@@ -1,5 +1,5 @@
 """Moves of whole devices between the model replicas of a candidate: to another stage, to a stage or a
-replica of its own, or half of every stage to a second replica.
+replica of its own, or a whole replica apart into several.
 
 Estimates of replicas that are not alike are rough, since the all-reduce of what some of them finish
 early runs under the work of the others. For tiny models these moves are drafted instead.
@@ -11,31 +11,57 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from whale.search.candidate import Candidate, DeviceGroup, ReplicaChoice
 from whale.search.outline import Outline
 
-MOST_HALVES = 32
+MOST_APART = 32
 """ways to take a replica apart that are tried"""
 
 
 def moved_devices(candidate: Candidate, outline: Outline) -> Iterator[Candidate]:
-    """Candidates that differ in the place of one device, then those with a replica in two halves."""
-    if any(_is_special(replica) for replica in candidate.replicas):
-        return
+    """Candidates that differ in the place of one device, or in a replica that is taken apart."""
+    if candidate.memory.text or any(_is_special(replica) for replica in candidate.replicas):
+        return  # replicas that are not alike have neither ZeRO nor offload
+    candidate = replace(candidate, replicas=tuple(_one_by_one(candidate.replicas)))
+    for rank in candidate.left_out(outline.problem.cluster.num_devices):
+        yield from _placed(candidate, candidate.replicas, rank, outline)
     for place, replica in enumerate(candidate.replicas):
         others = (*candidate.replicas[:place], *candidate.replicas[place + 1 :])
+        apart = itertools.chain(_pipelines(replica), _halves(replica))
+        for replicas in itertools.islice(apart, MOST_APART):
+            yield replace(candidate, replicas=(*others, *replicas))
         for stage, group in enumerate(replica.groups):
             for rank in group.ranks:
                 rest = _without(replica, stage, rank)
                 left = others if rest is None else (*others, rest)
-                alone = ReplicaChoice((DeviceGroup((rank,)),), schedule=replica.schedule)
-                yield replace(candidate, replicas=(*left, alone))
-                for target, own in enumerate(left):
-                    for changed in _with_device(own, rank, outline):
-                        replicas = (*left[:target], changed, *left[target + 1 :])
-                        yield replace(candidate, replicas=replicas)
-        for halves in itertools.islice(_halves(replica), MOST_HALVES):
-            yield replace(candidate, replicas=(*others, *halves))
+                yield from _placed(candidate, left, rank, outline)
+
+
+def _one_by_one(replicas: tuple[ReplicaChoice, ...]) -> Iterator[ReplicaChoice]:
+    """The same replicas, but devices that each run the whole model have a replica each."""
+    for replica in replicas:
+        if replica.is_whole and replica.num_micro_batch == 1:
+            yield from (_alone(rank, replica) for rank in replica.ranks)
+        else:
+            yield replica
+
+
+def _alone(rank: int, replica: ReplicaChoice) -> ReplicaChoice:
+    return ReplicaChoice((DeviceGroup((rank,)),), schedule=replica.schedule)
+
+
+def _placed(
+    candidate: Candidate, replicas: tuple[ReplicaChoice, ...], rank: int, outline: Outline
+) -> Iterator[Candidate]:
+    """These replicas with one more device: as a replica of its own, or in any of them."""
+    yield replace(candidate, replicas=(*replicas, _alone(rank, candidate.replicas[0])))
+    for target, own in enumerate(replicas):
+        for changed in _with_device(own, rank, outline):
+            yield replace(
+                candidate, replicas=(*replicas[:target], changed, *replicas[target + 1 :])
+            )
 
 
 def _is_special(replica: ReplicaChoice) -> bool:
@@ -62,8 +88,8 @@ def _without(replica: ReplicaChoice, stage: int, rank: int) -> ReplicaChoice | N
 
 
 def _with_device(replica: ReplicaChoice, rank: int, outline: Outline) -> Iterator[ReplicaChoice]:
-    """The replica with one more device: in every stage, and as a stage of its own that takes half
-    the operations of the stage before it, or of the one behind it.
+    """The replica with one more device: in every stage, and as a stage of its own that takes the
+    first or the last operations of another, about so many that both take equally long.
     """
     groups = replica.groups
     for stage, group in enumerate(groups):
@@ -77,11 +103,50 @@ def _with_device(replica: ReplicaChoice, rank: int, outline: Outline) -> Iterato
     places = [place_of[start] for start in starts] + [outline.num_segments]
     for stage in range(len(groups)):
         start, end = places[stage], places[stage + 1]
-        for middle in sorted({(start + end) // 2, (start + end + 1) // 2} - {start, end}):
-            cut = outline.starts((*places[: stage + 1], middle, *places[stage + 1 : -1]))
-            for first in (stage, stage + 1):  # the new device before those of the stage, or behind
-                changed = (*groups[:first], DeviceGroup((rank,)), *groups[first:])
-                yield replace(replica, groups=changed, starts=cut, num_samples=None)
+        alone, here = DeviceGroup((rank,)), groups[stage]
+        for pair in ((alone, here), (here, alone)):
+            changed = (*groups[:stage], *pair, *groups[stage + 1 :])
+            even = start + _even_cut(outline, pair, start, end)
+            for middle in (even, even - 1, even + 1):
+                if start < middle < end:
+                    cut = outline.starts((*places[: stage + 1], middle, *places[stage + 1 : -1]))
+                    yield replace(replica, groups=changed, starts=cut, num_samples=None)
+
+
+def _even_cut(outline: Outline, pair: tuple[DeviceGroup, DeviceGroup], start: int, end: int) -> int:
+    """How many of these segments the first group takes so that both take about equally long."""
+    elapsed = []
+    for group in pair:
+        kinds = [outline.problem.cluster.devices[rank].kind for rank in group.ranks]
+        times = [outline.times(kind, 1) for kind in kinds]
+        speed = sum(1 / (each.forward + each.backward)[start:end].clip(1e-12) for each in times)
+        elapsed.append(np.concatenate([[0.0], np.cumsum(1 / speed)]))
+    first, second = elapsed
+    return int(np.argmin(np.maximum(first, second[-1] - second)))
+
+
+def _pipelines(replica: ReplicaChoice) -> Iterator[tuple[ReplicaChoice, ...]]:
+    """The replica as pipelines of one device for every stage, and one replica for each device that
+    is left over.
+    """
+    number = min(replica.widths)
+    if len(replica.groups) == 1 or max(replica.widths) == 1:
+        return
+    first, *behind = sorted(range(len(replica.groups)), key=lambda each: replica.widths[each])
+    orders = [itertools.permutations(replica.groups[stage].ranks, number) for stage in behind]
+    for taken in itertools.product(*orders):
+        ranks_of = {first: replica.groups[first].ranks} | dict(zip(behind, taken, strict=True))
+        pipelines = [
+            replace(
+                replica,
+                groups=tuple(DeviceGroup((ranks_of[s][each],)) for s in range(len(ranks_of))),
+                num_samples=None,
+            )
+            for each in range(number)
+        ]
+        used = {rank for ranks in ranks_of.values() for rank in ranks}
+        alone = [_alone(rank, replica) for rank in replica.ranks if rank not in used]
+        yield (*pipelines, *alone)
 
 
 def _halves(replica: ReplicaChoice) -> Iterator[tuple[ReplicaChoice, ReplicaChoice]]:

@@ -404,26 +404,27 @@ class Search(Tries):
         return self.best is not best
 
     def _nudge(self) -> None:
-        """Drafts what differs from one of the best in one cut, one number or one device, until
-        none of them is faster.
+        """Drafts what differs from one of the best in one cut, one number or one device, and goes on
+        from what is faster; then from the next best, as long as the budget lasts.
         """
         left = self.budget.nudges
         different = {each.score_s: each for each in reversed(self.drafted)}
-        for score_s in sorted(different)[: self.budget.nudged if left else 0]:
-            here = different[score_s]
-            is_better = True
-            while left and is_better:
-                is_better = False
-                for candidate in self._near(here.candidate):
-                    if not left:
-                        break
-                    made = self.draft(candidate)
-                    left -= made is not None
-                    self.report("nudges", self.budget.nudges - left, self.budget.nudges)
-                    if made is not None and made.score_s < here.score_s:
-                        here = made
-                        is_better = True
-                        break
+        starts = [different[score_s] for score_s in sorted(different)[: self.budget.nudged]]
+        tried: set[int] = set()
+        while left and len(tried) < len(self.drafted):
+            others = [each for each in self.drafted if id(each) not in tried]
+            here = starts.pop(0) if starts else min(others, key=lambda each: each.score_s)
+            if id(here) in tried:
+                continue
+            tried.add(id(here))
+            near = self._near(here.candidate)
+            while left and (candidate := next(near, None)) is not None:
+                made = self.draft(candidate)
+                left -= made is not None
+                self.report("nudges", self.budget.nudges - left, self.budget.nudges)
+                if made is not None and made.score_s < here.score_s:
+                    here, near = made, self._near(made.candidate)
+                    tried.add(id(here))
 
     def _near(self, candidate: Candidate) -> Iterator[Candidate]:
         """What differs from a candidate in one cut, one number or one device."""
