@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TINIEST = 40
 TINY = 120
 SMALL = 600
 VAST = 100_000
 """operations of a model; of the last, times devices: the budgets of the search differ"""
+FEW_DEVICES = 6
+"""on so many, plans near to the best of the tiniest models are all drafted"""
 MANY_DEVICES = 16
 """a draft on more devices takes seconds"""
 
@@ -58,6 +61,7 @@ class Budget:
         """
         estimates = max(60, 400 * 8 // max(8, num_devices))
         if num_operations < TINY:
+            is_least = num_operations < TINIEST and num_devices <= FEW_DEVICES
             return Budget(
                 estimates=estimates,
                 drafts=30,
@@ -66,7 +70,7 @@ class Budget:
                 unlike_slower=1.45,
                 block_shapes=4,
                 smaller=6,
-                nudges=240,
+                nudges=240 if is_least else 40,
             )
         if num_operations < SMALL:
             return Budget(
