@@ -165,9 +165,9 @@ def run_as_rank() -> NoReturn:
     threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
     faulthandler.enable()  # a crash in C++ shows where Python was
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # lines are seen at once, each in one write: without a buffer the end of a line is a write
-        # of its own, and lines of several ranks mix
-        sys.stdout.reconfigure(line_buffering=True)
+        # lines are seen at once, each in one write: without a buffer, or with PYTHONUNBUFFERED, the
+        # end of a line is a write of its own, and lines of several ranks mix
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)

@@ -358,6 +358,26 @@ def test_run_passes_arguments_and_environment_on(tmp_path: Path) -> None:
         assert f"{words} {known} imported from the folder of the script\n" in done.stdout
 
 
+def test_lines_of_several_ranks_come_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where Python is asked not to buffer: every argument of `print` was a write of its own."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    text = """
+        import os, time
+        from pathlib import Path
+        started = Path(__file__).parent / "started"
+        started.mkdir(exist_ok=True)
+        (started / os.environ["RANK"]).touch()
+        while len(list(started.iterdir())) < 4:
+            time.sleep(0.01)
+        for number in range(300):
+            print("rank", os.environ["RANK"], "line", number)
+    """
+    done = shell("whale", "run", "-n", "4", script(tmp_path, text))
+    assert done.returncode == 0, done.stderr
+    wanted = [f"rank {rank} line {number}" for rank in range(4) for number in range(300)]
+    assert sorted(done.stdout.splitlines()) == sorted(wanted)
+
+
 @pytest.mark.slow
 def test_warnings_of_transformers_are_shown_once_and_errors_by_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
