@@ -209,3 +209,43 @@ def test_a_vstack_of_samples_on_a_grid() -> None:
     expected = Stacked()(stacked_batch()).item()
     for loss in run_ranks(loss_of_stacked, 4):
         assert abs(loss - expected) < 1e-12
+
+
+class ScaledByTheBatch(nn.Module):
+    """A number of the whole batch is made on two devices and used on a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4, dtype=torch.float64)
+        self.second = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with wh.replicate(2):
+            hidden = self.first(x)
+            size = hidden.square().mean().sqrt()
+        with wh.replicate(1):
+            return self.second(hidden / size).sin().mean()
+
+
+def gradients_of_scaled() -> dict[str, Tensor]:
+    wh.init({"num_micro_batch": 1})
+    batch = scaled_batch()
+    engine = wh.parallelize(ScaledByTheBatch(), batch, optimizer=torch.optim.SGD)
+    engine.step(batch)
+    return engine.full_gradients()
+
+
+def scaled_batch() -> Tensor:
+    return torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_number_of_the_whole_batch_leaves_a_stage_of_two_devices() -> None:
+    """Its gradient came back to one of them, which waited for the other one in the all-reduce of
+    its backward (seed 20173: the job hung).
+    """
+    model = ScaledByTheBatch()
+    model(scaled_batch()).backward()
+    found, *_ = run_ranks(gradients_of_scaled, 3)
+    for name, parameter in model.named_parameters():
+        assert (found[name] - parameter.grad).abs().max() < 1e-12, name

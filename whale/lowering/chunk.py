@@ -27,6 +27,7 @@ from whale.lowering.blocks import (
 )
 from whale.lowering.sharded_norms import batch_norm
 from whale.lowering.subgroups import Subgroup, sum_over_subgroup
+from whale.operations.nodes import sums_over_devices
 from whale.operations.sizes import Size, shape_at, size_at
 from whale.operations.table import is_random
 from whale.planning.planner import Assignment
@@ -95,6 +96,10 @@ class Chunk:
     is_sharded: bool = False
     """runs together with the other devices of a grid, and has a module of its own for each number
     of samples
+    """
+    has_sums: bool = False
+    """sums over the devices that share its micro-batches are all-reduced in it: all of them must run
+    every operation, in backward too
     """
     compiled: dict[Hashable, Any] = field(default_factory=dict)
     """what the runtime made of its modules, for all executors"""
@@ -220,6 +225,7 @@ def build_chunk(
         updates=tuple(attributes[name] for name in updates),
         is_random=any(is_random(node) for node in part.operations),
         uses=tuple(readers.uses) if readers is not None else (),
+        has_sums=around.subgroup is not None and any(map(sums_over_devices, part.operations)),
     )
 
 

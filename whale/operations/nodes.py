@@ -95,3 +95,10 @@ def trains_batch_norm(node: Node) -> bool:
         return False
     args = named_args(node)
     return bool(args.get("training", args.get("train", True)))
+
+
+def sums_over_devices(node: Node) -> bool:
+    """Whether the devices that share a micro-batch all-reduce sums inside of this operation: batch
+    statistics, or the batch sums of a loss that is not additive.
+    """
+    return trains_batch_norm(node) or "all_reduce" in node.meta

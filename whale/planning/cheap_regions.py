@@ -28,7 +28,7 @@ from torch.fx import Node
 
 from whale.costs.costs import NodeCost
 from whale.costs.saved import Saved
-from whale.operations.nodes import trains_batch_norm
+from whale.operations.nodes import sums_over_devices
 
 LONGEST = 24
 """cheap operations in front of a product that are looked at: a gelu that is written out has 8"""
@@ -51,7 +51,7 @@ def cheap_regions(
     for place, node in enumerate(free):
         if is_cheap(node, costs):
             continue
-        if _saves_inputs_only(node, saved) and not _is_barrier(node):
+        if _saves_inputs_only(node, saved) and not sums_over_devices(node):
             best_bytes = 0.0
             best: list[Node] = []
             for first in range(place - 1, max(start, place - LONGEST) - 1, -1):
@@ -67,13 +67,10 @@ def cheap_regions(
 
 
 def is_cheap(node: Node, costs: Mapping[Node, NodeCost]) -> bool:
-    """Whether an operation multiplies nothing, and may run twice."""
-    return not costs[node].flop and not _is_barrier(node)
-
-
-def _is_barrier(node: Node) -> bool:
-    """Running statistics and sums over devices belong to the forward alone."""
-    return trains_batch_norm(node) or "all_reduce" in node.meta
+    """Whether an operation multiplies nothing, and may run twice: running statistics and sums over
+    devices belong to the forward alone.
+    """
+    return not costs[node].flop and not sums_over_devices(node)
 
 
 def _saves_inputs_only(product: Node, saved: Saved) -> bool:

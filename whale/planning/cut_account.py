@@ -14,7 +14,7 @@ from whale import scheduling
 from whale.capture.graph import CapturedGraph
 from whale.capture.sample_states import batch_dim
 from whale.cluster.kinds import DeviceKind
-from whale.operations.nodes import trains_batch_norm
+from whale.operations.nodes import sums_over_devices
 from whale.planning.balance import DeviceLoads
 from whale.planning.describe import holders
 from whale.planning.offload import Offload
@@ -299,9 +299,7 @@ def _least_samples(captured: CapturedGraph, assignment: Assignment) -> int:
     """0 where a device may skip a micro-batch: no sums over devices inside it, no buffers to
     update, no value without samples to send.
     """
-    sums_inside = any(
-        trains_batch_norm(node) or "all_reduce" in node.meta for node in captured.compute_nodes()
-    )
+    sums_inside = any(sums_over_devices(node) for node in captured.compute_nodes())
     unbatched = any(
         batch_dim(node, captured.batch_symbol) is None for node, _, _ in assignment.crossings
     )

@@ -33,7 +33,7 @@ from whale.costs.backward_workspace import live_between
 from whale.costs.costs import NodeCost, value_bytes
 from whale.costs.saved import Saved
 from whale.names import nearest
-from whale.operations.nodes import trains_batch_norm
+from whale.operations.nodes import sums_over_devices
 from whale.planning.cheap_regions import cheap_regions
 from whale.plans.replica import Stage
 
@@ -139,7 +139,7 @@ def _runs(
             dependent.add(node)
         elif region_of(node) is None or region_of(node) == current:
             continue  # needs no weight: it can stand before the block
-        region = None if _is_barrier(node) else region_of(node)
+        region = None if sums_over_devices(node) else region_of(node)
         if region != current:
             found |= dict.fromkeys(run, (current, number)) if current is not None else {}
             run = []
@@ -148,10 +148,6 @@ def _runs(
         if region is not None and node in dependent:
             run.append(node)
     return found | (dict.fromkeys(run, (current, number)) if current is not None else {})
-
-
-def _is_barrier(node: Node) -> bool:
-    return trains_batch_norm(node) or "all_reduce" in node.meta
 
 
 def _free(operations: Sequence[Node], gradients: Collection[Node], taken: Regions) -> list[Node]:

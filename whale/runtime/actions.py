@@ -240,14 +240,16 @@ class Backward:
         self.is_idle = _is_idle(program, action)
         self.device = program.device.name
         start, stop = program.edges[action.micro_batch]
-        # (slot of a result's gradient, what it is when none comes: on a grid zeros of this shape,
-        # elsewhere nothing)
+        # (slot of a result's gradient, what it is when none comes: zeros of this shape, or nothing)
         self.sent: list[tuple[int | None, tuple[int, ...] | None, torch.dtype]] = []
         for value in chunk.sent:
             slot = slots.of[Role.GRADIENT, *self.visit, value.index] if value.gradient else None
-            self.sent.append(
-                (slot, value.shape_for(stop - start) if chunk.is_sharded else None, value.dtype)
-            )
+            # the next stage takes a value without samples from one device, and gives its gradient
+            # back to that one; where the backward all-reduces, the others must run it as well
+            is_of_one = value.gradient and value.batch_dim is None
+            needs_zeros = chunk.is_sharded or (chunk.has_sums and is_of_one)
+            zeros = value.shape_for(stop - start) if needs_zeros else None
+            self.sent.append((slot, zeros, value.dtype))
         # (slot of a received tensor, the one that its gradient goes to, whether that belongs to a
         # stage of this rank)
         self.returned: list[tuple[int, int, bool]] = []

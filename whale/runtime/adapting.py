@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from weakref import WeakSet
 
-from whale.operations.nodes import trains_batch_norm
+from whale.operations.nodes import sums_over_devices
 from whale.planning.adapt import Rebalanced, StepTimes, rebalance
 from whale.plans.plan import Plan
 from whale.runtime.executor import Executor
@@ -51,10 +51,7 @@ class Adapting:
                 "devices of a sharded part wait for each other inside a forward, so all seem as "
                 "slow as the slowest"
             )
-        elif any(
-            trains_batch_norm(node) or "all_reduce" in node.meta
-            for node in self._job.prepared.captured.compute_nodes()
-        ):
+        elif any(sums_over_devices(node) for node in self._job.prepared.captured.compute_nodes()):
             reason = (
                 "batch statistics are summed over the devices inside a forward, so all seem as "
                 "slow as the slowest"

@@ -23,7 +23,7 @@ from whale.distributed.transport import Transport
 from whale.lowering.blocks import BlockWeights
 from whale.lowering.program import Assign, Lowered, lower
 from whale.lowering.subgroups import StageGroups
-from whale.operations.nodes import trains_batch_norm
+from whale.operations.nodes import sums_over_devices
 from whale.planning.planner import (
     apply_plan,
     check_loss_and_buffers,
@@ -84,8 +84,7 @@ class LoweredGraphs:
                 for place in range(device.num_devices):
                     job.ranks.group(tuple(members[place] for members in device.ranks))
         has_statistics = any(
-            trains_batch_norm(node) or "all_reduce" in node.meta
-            for node in job.prepared.captured.compute_nodes()
+            sums_over_devices(node) for node in job.prepared.captured.compute_nodes()
         )
         if own_blocks(job.plan, job.ranks.rank, job.weights):
             intervals = Intervals(job.ranks, self.transport)
