@@ -178,7 +178,7 @@ IN_PLACE = """{out}[:, 0] = 0.5 | {out}[..., 1:] += 0.3 | {out}.mul_(0.5) | {out
 SCATTERED = """torch.index_put({a}, (torch.arange({a}.shape[0]), {i}.flatten(1)[:, 0] % {a}.shape[1]), torch.tensor(0.4))
 {a}.index_put((torch.arange({a}.shape[0])[:, None], {i}.flatten(1) % {a}.shape[1]), {a}[:, :1] * 0.5, accumulate=True)
 torch.scatter({a}, 1, {i} % {a}.shape[1], {b} * 0.5) | {a}.scatter_reduce(1, {i} % {a}.shape[1], {b}, "amax") | {a}.scatter_reduce(1, {i} % {a}.shape[1], {b}, "mean")
-{a}.scatter_reduce(1, {i} % {a}.shape[1], {b}, "sum", include_self=False) | torch.zeros({a}.shape[0], 9).scatter_add(1, {i}.flatten(1) % 9, {i}.flatten(1) * {a}.mean())
+{a}.scatter_reduce(1, {i} % {a}.shape[1], {b}, "sum", include_self=False) | torch.zeros({a}.shape[0], 9).scatter_add(1, {i}.flatten(1) % 9, {i}.flatten(1) * {a}.flatten(1).mean(1, keepdim=True))
 {a}.index_add(1, torch.tensor([1, 0]), {b}[:, :2]) | {a}.index_copy(1, torch.tensor([1, 0]), {b}[:, :2]) | {a}[:, torch.tensor([0, 1, 0])]
 {a}.gather(-1, {a}.detach().argsort(-1)) | F.one_hot({i}.flatten(1)[:, 0] % {a}.shape[1], {a}.shape[1]).to({a}.dtype) * {a}.flatten(2).mean(-1)
 torch.searchsorted(torch.linspace(-1.07, 1.07, 5), {a}.detach()).to({a}.dtype) * 0.1 + {a} | {a}[torch.arange({a}.shape[0])[:, None], {i}.flatten(1) % {a}.shape[1]]
