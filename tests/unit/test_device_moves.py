@@ -81,6 +81,14 @@ def test_a_device_becomes_a_stage_of_another_replica(problem: Problem) -> None:
     assert {((0,),), ((1, 2), (3,))} in found, "in a stage with another"
 
 
+def test_two_devices_change_places(problem: Problem) -> None:
+    outline = Outline(problem)
+    here = candidate(outline, [(0, 1), (2,)])
+    found = [stages_of(made) for made in moved_devices(here, outline)]
+    assert {((0, 2), (1,))} in found
+    assert {((0, 3), (2,))} in found, "with one that was left out"
+
+
 def test_a_replica_is_taken_apart(problem: Problem) -> None:
     outline = Outline(problem)
     here = candidate(outline, [(0, 1), (2, 3)])

@@ -61,7 +61,6 @@ class Budget:
         """
         estimates = max(60, 400 * 8 // max(8, num_devices))
         if num_operations < TINY:
-            is_least = num_operations < TINIEST and num_devices <= FEW_DEVICES
             return Budget(
                 estimates=estimates,
                 drafts=30,
@@ -70,7 +69,7 @@ class Budget:
                 unlike_slower=1.45,
                 block_shapes=4,
                 smaller=6,
-                nudges=240 if is_least else 40,
+                nudges=_nudges(num_operations, num_devices),
             )
         if num_operations < SMALL:
             return Budget(
@@ -115,3 +114,10 @@ class Budget:
                 polished=1,
             )
         return Budget(estimates=estimates, drafts=12, waves=8, equal=6)
+
+
+def _nudges(num_operations: int, num_devices: int) -> int:
+    """Most on 5 and 6 devices, which can be arranged in more ways; few where a draft takes longer."""
+    if num_operations >= TINIEST or num_devices > FEW_DEVICES:
+        return 40
+    return 240 if num_devices < FEW_DEVICES - 1 else 480

@@ -21,7 +21,9 @@ MOST_APART = 32
 
 
 def moved_devices(candidate: Candidate, outline: Outline) -> Iterator[Candidate]:
-    """Candidates that differ in the place of one device, or in a replica that is taken apart."""
+    """Candidates that differ in the place of one device, in a replica that is taken apart, or in two
+    devices that have changed places.
+    """
     if candidate.memory.text or any(_is_special(replica) for replica in candidate.replicas):
         return  # replicas that are not alike have neither ZeRO nor offload
     candidate = replace(candidate, replicas=tuple(_one_by_one(candidate.replicas)))
@@ -37,6 +39,28 @@ def moved_devices(candidate: Candidate, outline: Outline) -> Iterator[Candidate]
                 rest = _without(replica, stage, rank)
                 left = others if rest is None else (*others, rest)
                 yield from _placed(candidate, left, rank, outline)
+    yield from _exchanged(candidate, outline.problem.cluster.num_devices)
+
+
+def _exchanged(candidate: Candidate, num_devices: int) -> Iterator[Candidate]:
+    """Two devices of different groups change places, or one that is left out takes the place of
+    another. With tight memory neither may move alone.
+    """
+    group_of: dict[int, tuple[int, int]] = {}
+    for place, replica in enumerate(candidate.replicas):
+        for stage, group in enumerate(replica.groups):
+            group_of.update(dict.fromkeys(group.ranks, (place, stage)))
+    for one, other in itertools.combinations(range(num_devices), 2):
+        if group_of.get(one) == group_of.get(other):
+            continue
+        renamed = {one: other, other: one}
+        replicas = []
+        for replica in candidate.replicas:
+            groups = []
+            for group in replica.groups:
+                groups.append(DeviceGroup(tuple(renamed.get(rank, rank) for rank in group.ranks)))
+            replicas.append(replace(replica, groups=tuple(groups), num_samples=None))
+        yield replace(candidate, replicas=tuple(replicas))
 
 
 def _one_by_one(replicas: tuple[ReplicaChoice, ...]) -> Iterator[ReplicaChoice]:
