@@ -249,3 +249,40 @@ def test_a_number_of_the_whole_batch_leaves_a_stage_of_two_devices() -> None:
     found, *_ = run_ranks(gradients_of_scaled, 3)
     for name, parameter in model.named_parameters():
         assert (found[name] - parameter.grad).abs().max() < 1e-12, name
+
+
+class Overwritten(nn.Module):
+    """What the first layer gives is written over: its weights get a gradient of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4, dtype=torch.float64)
+        self.second = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        hidden.copy_(x * 2)
+        return self.second(hidden).square().mean()
+
+
+def weights_of_overwritten(num_stages: int) -> dict[str, Tensor]:
+    wh.init({"num_task_graph": num_stages} if num_stages > 1 else {"strategy": "data"})
+    batch = scaled_batch()
+    engine = wh.parallelize(
+        Overwritten(), batch, optimizer=lambda pairs: torch.optim.AdamW(pairs, weight_decay=0.1)
+    )
+    engine.step(batch)
+    return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_what_is_written_over_has_a_gradient_of_zeros(num_stages: int) -> None:
+    """AdamW let the weights decay locally, and left them alone in a job (seed 20309)."""
+    model = Overwritten()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    model(scaled_batch()).backward()
+    optimizer.step()
+    found, *_ = run_ranks(weights_of_overwritten, 2, num_stages)
+    for name, value in model.state_dict().items():
+        assert (found[name] - value).abs().max() < 1e-12, name

@@ -261,7 +261,7 @@ class _Functional:
     def new_value(self, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Node:
         """What the in-place `node` computes, out of place."""
         if aten_name(node) == "copy_":
-            return self.copied(args[1], args[0], node)
+            return self.over(args[0], self.copied(args[1], args[0], node), node)
         twin = twin_of(node)
         # defaults are written out: those of the twin may differ
         args += [
@@ -277,6 +277,15 @@ class _Functional:
             device_type, dtype, _, cache = value.meta["autocast"]
             value.meta["autocast"] = (device_type, dtype, False, cache)
         return value
+
+    def over(self, old: Node, value: Node, node: Node) -> Node:
+        """`value` in place of all of `old`, whose gradient is 0, as in eager training: a parameter
+        behind it has a gradient, and an optimizer with weight decay changes it.
+        """
+        num_dims = old.meta["val"].ndim
+        if old not in self.carriers or num_dims == 0:
+            return value
+        return self.add(aten.slice_scatter.default, (old, value, num_dims - 1), like=node)
 
     def copied(self, source: Node, target: Node, node: Node) -> Node:
         """`source` with dtype, device and shape of `target`."""
