@@ -81,6 +81,15 @@ def test_a_device_becomes_a_stage_of_another_replica(problem: Problem) -> None:
     assert {((0,),), ((1, 2), (3,))} in found, "in a stage with another"
 
 
+def test_different_replicas_that_run_the_whole_model_are_one(problem: Problem) -> None:
+    """Its samples are divided over all devices at once: 3 % of a step (seed 191)."""
+    outline = Outline(problem)
+    data_parallel = candidate(outline, [(0, 1)], [(2,)]).in_fewest_replicas()
+    assert stages_of(data_parallel) == {((0, 1, 2),)}
+    pipeline = candidate(outline, [(0,), (1,)], [(2,)])
+    assert pipeline.in_fewest_replicas() is pipeline
+
+
 def test_two_devices_change_places(problem: Problem) -> None:
     outline = Outline(problem)
     here = candidate(outline, [(0, 1), (2,)])

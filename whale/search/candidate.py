@@ -144,6 +144,18 @@ class Candidate:
         changed = tuple(replace(each, **changes) for each in self.replicas)  # type: ignore[arg-type]
         return replace(self, replicas=changed)
 
+    def in_fewest_replicas(self) -> Candidate:
+        """The same plan by its best name: replicas of different width that each run the whole model
+        at once are one replica, whose samples are divided over all devices together.
+        """
+        if self.are_alike or any(
+            not replica.is_whole or replica.num_micro_batch > 1 or replica.num_samples is not None
+            for replica in self.replicas
+        ):
+            return self
+        group = DeviceGroup(tuple(rank for replica in self.replicas for rank in replica.ranks))
+        return replace(self, replicas=(replace(self.replicas[0], groups=(group,)),))
+
     def signature(self, labels: Sequence[str]) -> object:
         """Equal for candidates that differ only in which of several devices with the same label
         stands where, in the order of their replicas, or in whether devices that each run the whole

@@ -313,6 +313,7 @@ class Search(Tries):
 
     def draft(self, candidate: Candidate, tries: int | None = 60) -> Drafted | None:
         """The plan of a candidate, kept; None where it cannot be, or was tried before."""
+        candidate = candidate.in_fewest_replicas()
         key = (candidate.signature(self.labels), tries)
         if key in self._signatures:
             return None
