@@ -286,3 +286,40 @@ def test_what_is_written_over_has_a_gradient_of_zeros(num_stages: int) -> None:
     found, *_ = run_ranks(weights_of_overwritten, 2, num_stages)
     for name, value in model.state_dict().items():
         assert (found[name] - value).abs().max() < 1e-12, name
+
+
+class ComplexBesideOdd(nn.Module):
+    """An odd number of entries crosses before the real view of a complex value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Linear(4, 1, dtype=torch.float64)
+        self.many = nn.Linear(4, 4, dtype=torch.float64)
+        self.last = nn.Linear(8, 1, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with wh.replicate(1):
+            one = self.one(x)
+            many = torch.view_as_real(torch.fft.fft(self.many(x))).flatten(1)
+        with wh.replicate(1):
+            return (self.last(many) * one).square().mean()
+
+
+def gradients_beside_odd() -> dict[str, Tensor]:
+    wh.init({"num_micro_batch": 1})
+    batch = scaled_batch()
+    engine = wh.parallelize(ComplexBesideOdd(), batch, optimizer=torch.optim.SGD)
+    engine.step(batch)
+    return engine.full_gradients()
+
+
+def test_a_real_view_of_a_complex_value_beside_an_odd_one() -> None:
+    """Its gradient lay at an odd place of the message, where torch views nothing as complex (seed
+    20958: the job stopped).
+    """
+    model = ComplexBesideOdd()
+    model(scaled_batch()).backward()
+    found, *_ = run_ranks(gradients_beside_odd, 2)
+    for name, parameter in model.named_parameters():
+        assert (found[name] - parameter.grad).abs().max() < 1e-12, name

@@ -139,13 +139,21 @@ def messages_of(program: Program, action: Action) -> list[Message]:
     )
     parts = parts_of(program, action)
     of_peer: dict[int, list[MessagePart]] = {}
-    for part in sorted(parts, key=lambda part: (-part.value.dtype.itemsize, part.value.index)):
+    for part in parts:
         of_peer.setdefault(part.peer, []).append(part)
     messages = []
     for peer, own in sorted(of_peer.items()):
-        pieces = tuple(_piece(program, action.micro_batch, part) for part in own)
+        made = [_piece(program, action.micro_batch, part) for part in own]
+        pieces = tuple(sorted(made, key=_place_in_message))
         messages.append(Message(peer, tag_of(number, [piece.shape for piece in pieces]), pieces))
     return messages
+
+
+def _place_in_message(piece: MessagePiece) -> tuple[int, int, int]:
+    """Orders pieces so that each begins at a multiple of its entry, and one with an even number of
+    real entries at an even one: autograd may view such a gradient as complex, which needs that.
+    """
+    return -piece.dtype.itemsize, piece.numel % 2, piece.value
 
 
 def _piece(program: Program, micro_batch: int, part: MessagePart) -> MessagePiece:
