@@ -722,3 +722,76 @@ def test_a_state_is_carried_from_batch_to_batch(num_ranks: int, config: dict[str
     for losses, last in run_ranks(train_carried, num_ranks, config):
         assert losses == pytest.approx(expected, rel=1e-10)
         assert torch.allclose(last, state, rtol=0, atol=1e-12), "every rank has the state"
+
+
+class AveragedWeight(nn.Module):
+    """A moving average of a weight; `reads`: which of its values are read where."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.reads = reads
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+        self.middle = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+        self.last = nn.Linear(WIDTH, 5, dtype=DOUBLE)
+        self.register_buffer("mean", torch.ones(WIDTH, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        old = self.mean
+        self.mean = 0.9 * self.mean + 0.1 * self.first.weight.detach().mean(0)
+        hidden = self.first(x) + (self.mean if self.reads == "new" else old)
+        out = self.last(torch.tanh(self.middle(torch.tanh(hidden))))
+        if self.reads == "old in both parts":
+            out = out * old[0]
+        return out.square().mean()
+
+
+READS = ("new", "old", "old in both parts")
+
+
+def train_averages(config: dict[str, Any]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    found = []
+    for reads in READS:
+        torch.manual_seed(0)
+        model = AveragedWeight(reads)
+        data = [rows(6, WIDTH) for _ in range(3)]
+        wh.init(wh.Config(config))
+        engine = wh.parallelize(model, data[0], optimizer=sgd)
+        found.append(([engine.step(batch).loss for batch in data], engine.full_state_dict()))
+    return found
+
+
+def test_a_buffer_is_read_where_it_is_updated() -> None:
+    """Stages that did not update it kept its first value, without a word."""
+    config = {"num_task_graph": 2, "num_micro_batch": 2}
+    trained, _ = run_ranks(train_averages, 2, config)
+    for reads, (losses, state) in zip(READS, trained, strict=True):
+        torch.manual_seed(0)
+        model = AveragedWeight(reads)
+        data = [rows(6, WIDTH) for _ in range(3)]
+        expected = local_training(model, data, None, sgd, num_micro_batch=2)
+        assert losses == pytest.approx(expected.losses, rel=1e-10), reads
+        torch.testing.assert_close(state["mean"], model.mean, rtol=1e-12, atol=0)
+
+
+class ReadTwice(nn.Module):
+    """Both parts use the old value of a buffer itself, each with samples of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with wh.replicate(1):
+            hidden = self.first(x) + self.mean
+        with wh.replicate(1):
+            out = self.last(hidden) * self.mean
+        self.mean = 0.9 * self.mean + 0.1 * self.first.weight.detach().mean(0)
+        return out.square().mean()
+
+
+def test_a_buffer_that_two_stages_read_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"buffer mean gets its new value on stage ., and stage"):
+        wh.plan(ReadTwice(), torch.randn(4, WIDTH), cluster=2)
+    wh.plan(ReadTwice(), torch.randn(4, WIDTH), cluster=1)

@@ -7,6 +7,7 @@ Objective: data flows only to later stages, and little of it crosses.
  2. free operations (views, casts) move over a cut where less crosses then  -> move_free_operations
  3. a WEIGHT value is recomputed where its parameters are held anyway, or where holding them takes
     fewer bytes than sending it; else it is sent                            -> place_weights
+    what reads a buffer is on the stage that updates it                     -> gather_buffer_reads
  4. INPUT and CONSTANT values are recomputed wherever they are used: their stage is RECOMPUTED
 
 What a stage runs is then the backward slice from its results               -> slice_stage
@@ -27,7 +28,7 @@ from whale.capture.kinds import ValueKind
 from whale.capture.ops import could_carry_gradient
 from whale.costs.costs import value_bytes
 from whale.operations.nodes import named_args, op_name, trains_batch_norm
-from whale.operations.table import CASTS_IN_PLACE, FREE
+from whale.operations.table import CASTS_IN_PLACE, FREE, is_random
 from whale.plans.plan import Plan
 
 RECOMPUTED = -1
@@ -344,8 +345,75 @@ def make_assignment(
     def micro_batch_bytes(node: Node) -> int:
         return value_bytes(node, captured.batch_symbol, captured.batch_size)
 
+    gather_buffer_reads(captured, kinds, stage_of)
     results = place_weights(captured, kinds, stage_of, micro_batch_bytes, num_micro_batch, holders)
     return _finish(captured, stage_of, results, num_stages)
+
+
+def gather_buffer_reads(
+    captured: CapturedGraph, kinds: Mapping[Node, ValueKind], stage_of: dict[Node, int]
+) -> None:
+    """Moves the update of a buffer, and what reads it without samples, to one stage: only the stage
+    that updates a buffer has its present value, and sends what others need of it.
+    """
+    free = _without_samples(captured, kinds)
+    for name, update in captured.buffer_updates.items():
+        readers = [node for node in _readers_of_state(captured, name) if node in stage_of]
+        group = dict.fromkeys([*readers, update] if update in stage_of else readers)
+        if len({stage_of[node] for node in group}) < 2:
+            continue
+        fixed = [stage_of[node] for node in group if node not in free]
+        home = max(fixed) if fixed else min(stage_of[node] for node in group)
+        moved = _with_producers([node for node in group if node in free], free)
+        if all(_may_move(node, home, moved, stage_of) for node in moved):
+            stage_of.update(dict.fromkeys(moved, home))
+
+
+def _without_samples(captured: CapturedGraph, kinds: Mapping[Node, ValueKind]) -> set[Node]:
+    """ACTIVATION values that are made of buffers, weights and constants alone."""
+    found: set[Node] = set()
+    for node in captured.compute_nodes():
+        if kinds[node] is not ValueKind.ACTIVATION or is_random(node) or trains_batch_norm(node):
+            continue
+        if all(
+            each.op == "get_attr"
+            or each in found
+            or kinds[each] in (ValueKind.WEIGHT, ValueKind.CONSTANT)
+            for each in node.all_input_nodes
+        ):
+            found.add(node)
+    return found
+
+
+def _readers_of_state(captured: CapturedGraph, name: str) -> list[Node]:
+    return [
+        user
+        for node in captured.graph.nodes
+        if node.op == "get_attr" and str(node.target) == name
+        for user in node.users
+        if user.op == "call_function"
+    ]
+
+
+def _with_producers(nodes: Iterable[Node], among: set[Node]) -> set[Node]:
+    """These nodes and what they are computed from, as far as it is in `among`."""
+    found: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(each for each in node.all_input_nodes if each in among)
+    return found
+
+
+def _may_move(node: Node, stage: int, moved: set[Node], stage_of: Mapping[Node, int]) -> bool:
+    """Whether nothing would flow back when `node` is on `stage`, together with `moved`."""
+    is_late = any(
+        stage_of.get(each, stage) > stage for each in node.all_input_nodes if each not in moved
+    )
+    is_early = any(stage_of.get(each, stage) < stage for each in node.users if each not in moved)
+    return not is_late and not is_early
 
 
 def _finish(
@@ -355,10 +423,38 @@ def _finish(
         results.setdefault(value, stage_of.get(value, 0))
     statistics = {node: stage_of[node] for node in stage_of if changes_statistics(node)}
     slices = slice_stages(num_stages, {**statistics, **results}, stage_of)
+    _refuse_old_buffers(captured, slices, results, statistics)
     crossings = tuple(
         (node, stage_of[node], stage) for stage, part in enumerate(slices) for node in part.received
     )
     return Assignment(stage_of, results, slices, crossings, carries_gradient(captured))
+
+
+def _refuse_old_buffers(
+    captured: CapturedGraph,
+    slices: Sequence[StageSlice],
+    results: Mapping[Node, int],
+    statistics: Mapping[Node, int],
+) -> None:
+    """A stage that reads a buffer which another one updates would have its first value for ever."""
+    updated = {name: results[value] for name, value in captured.buffer_updates.items()}
+    for node, stage in statistics.items():
+        for each in ("running_mean", "running_var"):
+            buffer = named_args(node).get(each)
+            if isinstance(buffer, Node) and buffer.op == "get_attr":
+                updated.setdefault(str(buffer.target), stage)
+    for stage, part in enumerate(slices):
+        for node in part.state:
+            name = str(node.target)
+            if updated.get(name, stage) == stage:
+                continue
+            reader = next(each for each in part.operations if node in each.all_input_nodes)
+            raise ValueError(
+                f"buffer {name} gets its new value on stage {updated[name]}, and stage {stage} "
+                f"reads it too ({user_line(reader)}), where it would keep its first value. Try: "
+                f"wh.annotate(model, ...) with everything that reads {name} in one TaskGraph, or "
+                "fewer stages"
+            )
 
 
 def carries_gradient(captured: CapturedGraph) -> frozenset[Node]:
