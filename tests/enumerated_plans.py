@@ -157,6 +157,42 @@ class EnumeratedPlans:
     def _known_shared(self) -> dict[tuple[tuple[int, ...], int, int, int], float]:
         return {}
 
+    @cached_property
+    def _known_after(self) -> dict[tuple[frozenset[int], int, int], float]:
+        return {}
+
+    def _after_s(self, ranks: Sequence[int], start: int, end: int) -> float:
+        """Seconds of the all-reduce over these devices and of the update of what segments train."""
+        key = (frozenset(ranks), start, end)
+        if key not in self._known_after:
+            own_s = self._reduced_s(ranks, start, end) + self._update_s(ranks, start, end)
+            self._known_after[key] = own_s
+        return self._known_after[key]
+
+    @cached_property
+    def _known_least_after(self) -> dict[tuple[tuple[int, ...], int, int], float]:
+        return {}
+
+    def _least_after_s(self, ranks: tuple[int, ...], start: int, end: int) -> float:
+        """The same for a stage of one of several replicas, whatever the others are: at least one
+        more device holds each of its segments.
+        """
+        key = (ranks, start, end)
+        if key not in self._known_least_after:
+            found = 0.0
+            others = [r for r in range(self.problem.cluster.num_devices) if r not in ranks]
+            more = [
+                each
+                for number in range(1, len(others) + 1)
+                for each in itertools.combinations(others, number)
+            ]
+            for segment in range(start, end):
+                times = [self._after_s((*ranks, *each), segment, segment + 1) for each in more]
+                found = max(found, min(times, default=0.0))
+            is_early = self._trained[end] - self._trained[start] > self.problem.config.bucket_bytes
+            self._known_least_after[key] = 0.0 if is_early else found
+        return self._known_least_after[key]
+
     def _reduced_s(self, ranks: Sequence[int], start: int, end: int) -> float:
         """Seconds of the all-reduce of what these segments train; 0 where it may begin early."""
         num_bytes = self._trained[end] - self._trained[start]
@@ -262,8 +298,7 @@ class EnumeratedPlans:
                     series.append(times)
                 work_s = _least_slowest(series, samples, [0] * len(series))
                 holders = [rank for each in replicas for rank in each[stage]]
-                bound_s = work_s + self._reduced_s(holders, start, end) + actions_s
-                bound_s += self._update_s(holders, start, end)
+                bound_s = work_s + self._after_s(holders, start, end) + actions_s
                 if bound_s >= limit_s:
                     continue
                 bound_s = max(bound_s, least_s)
@@ -347,7 +382,11 @@ class EnumeratedPlans:
     def _most(self, option: Option, limit_s: float) -> int:
         """Samples that it may do within the limit."""
         limit_s -= 2 * option.num_micro_batch * ACTION_S
-        times = option.series([0.0] * len(option.stages))
+        bounds = (*option.cuts, self.outline.num_segments)
+        after_s = []
+        for ranks, start, end in zip(option.stages, bounds, bounds[1:], strict=False):
+            after_s.append(self._least_after_s(ranks, start, end))
+        times = option.series(after_s)
         return max((number for number, each in enumerate(times) if each < limit_s), default=0)
 
     def _combined(
@@ -393,7 +432,7 @@ class EnumeratedPlans:
                 stage = max(s for s, cut in enumerate(option.cuts) if cut <= start)
                 places.append(stage)
                 holders += option.stages[stage]
-            own_s = self._reduced_s(holders, start, end) + self._update_s(holders, start, end)
+            own_s = self._after_s(holders, start, end)
             for after, stage in zip(after_s, places, strict=True):
                 after[stage] = max(after[stage], own_s)
         series = [option.series(after) for option, after in zip(chosen, after_s, strict=True)]

@@ -1,7 +1,8 @@
 """The exactness table on the test device: asynchronous streams, races found, NCCL's rules.
 
 What is trained locally on the CPU in float64 must come out of ranks whose accelerator is the test
-device. 20 rows run always, and every model under every plan with the slow ones.
+device. 20 rows run always, and every model under every plan with the slow ones (replicas that are not
+alike: only the models that the plan names).
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def _rows() -> list[object]:
         for plan in (*PLANS, *UNLIKE_PLANS):
             if plan.one_tensor and not has_labels_like_input(case):
                 continue
-            if plan in UNLIKE_PLANS and case.batch_statistics:
-                continue  # refused
+            if plan in UNLIKE_PLANS and case.name not in plan.only_for:
+                continue  # up to 7 ranks: all models run them on the CPU
             marks = () if plan.name in QUICK.get(case.name, ()) else (pytest.mark.slow,)
             # "-" parts the model from the rest: workers share rows by it (tests/conftest.py)
             found.append(pytest.param(case.name, plan, marks=marks, id=f"{case.name}-{plan.name}"))
