@@ -282,10 +282,10 @@ class _Functional:
         """`value` in place of all of `old`, whose gradient is 0, as in eager training: a parameter
         behind it has a gradient, and an optimizer with weight decay changes it.
         """
-        num_dims = old.meta["val"].ndim
-        if old not in self.carriers or num_dims == 0:
+        if old not in self.carriers:
             return value
-        return self.add(aten.slice_scatter.default, (old, value, num_dims - 1), like=node)
+        everywhere = self.add(aten.ones_like.default, (old,), {"dtype": torch.bool}, like=node)
+        return self.add(aten.where.self, (everywhere, value, old), like=node)
 
     def copied(self, source: Node, target: Node, node: Node) -> Node:
         """`source` with dtype, device and shape of `target`."""
