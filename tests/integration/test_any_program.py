@@ -361,6 +361,53 @@ class Quantised(nn.Module):
         return passed.square().mean() + F.mse_loss(nearest, found.detach())
 
 
+class Speech(nn.Module):
+    """Frames to labels by CTC, with the lengths of padded samples in the batch."""
+
+    def __init__(self, reduction: str, zero_infinity: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 5, dtype=DOUBLE)
+        self.loss = nn.CTCLoss(reduction=reduction, zero_infinity=zero_infinity)
+
+    def forward(self, frames: Tensor, labels: Tensor, lengths: Tensor, sizes: Tensor) -> Tensor:
+        log_probs = self.layer(frames).log_softmax(-1).transpose(0, 1)
+        loss: Tensor = self.loss(log_probs, labels, lengths, sizes)
+        return loss
+
+
+def speech() -> tuple[Tensor, ...]:
+    lengths = torch.randint(4, 7, (8,))
+    lengths[0] = 1  # too short for two labels: an infinite loss
+    sizes = torch.randint(2, 4, (8,))
+    return rows(8, 6, WIDTH), torch.randint(1, 5, (8, 3)), lengths, sizes
+
+
+def long_speech() -> tuple[Tensor, ...]:
+    frames, labels, lengths, sizes = speech()
+    return frames, labels, lengths.clamp(min=6), sizes
+
+
+class Uncertain(Layered):
+    """Predicts a mean and a variance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x)
+        return F.gaussian_nll_loss(found, x, found.exp() / 2)
+
+
+class Balanced(nn.Module):
+    """Classes weigh by how often they occur in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 5, dtype=DOUBLE)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        weight = 1 / (1 + torch.bincount(labels, minlength=5).to(DOUBLE))
+        weight = weight + labels.bincount(x[:, 0].square(), 5)
+        return F.cross_entropy(self.layer(x), labels, weight=weight)
+
+
 class Ungrateful(nn.Module):
     """Takes the labels and does nothing with them."""
 
@@ -406,7 +453,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "Function with two results": (lambda: WithFunction(two_results), lambda: rows(8, WIDTH)),
     "recurrent layers": (lambda: Recurrent(), lambda: rows(8, 40, WIDTH)),
     "vector-quantised": (Quantised, lambda: rows(8, WIDTH)),
+    "CTC loss, mean": (lambda: Speech("mean"), long_speech),
+    "CTC loss, sum without infinities": (lambda: Speech("sum", zero_infinity=True), speech),
+    "number of each class": (Balanced, lambda: (rows(8, WIDTH), torch.randint(0, 5, (8,)))),
+    "Gaussian loss with a variance": (Uncertain, lambda: rows(8, WIDTH)),
 }
+
+
+WHOLE_BATCH = ("number of each class",)
+"""cases whose loss is no sum over parts of the batch"""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -417,7 +472,7 @@ def test_trains_like_local(name: str) -> None:
     data = [batch(), batch()]
     reference = local_training(deepcopy(model), data, None, sgd)
     reference.buffers = None
-    wh.init(wh.Config({"num_micro_batch": 2}))
+    wh.init(wh.Config({"num_micro_batch": 1 if name in WHOLE_BATCH else 2}))
     engine = wh.parallelize(model, data[0], optimizer=sgd)
     losses = [engine.step(data[0]).loss]
     gradients = engine.full_gradients()
@@ -513,6 +568,24 @@ def by_number(x: Tensor) -> Tensor:
     return ByNumber.apply(x)
 
 
+def by_count(x: Tensor) -> Tensor:
+    return x * torch.bincount((x[:, 0, 0] > 0).long())[:, None]
+
+
+def by_position(x: Tensor) -> Tensor:
+    return x * torch.linspace(0, 1, x.size(0), dtype=DOUBLE)[:, None, None]
+
+
+class Averaged(Layered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, momentum=None, dtype=DOUBLE)
+
+    def unusual(self, x: Tensor) -> Tensor:
+        output: Tensor = self.norm(x)
+        return output
+
+
 TRANSFORM = r"`torch\.func` transform"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "packed sequence": (with_function(packed), "the padded batch"),
@@ -522,6 +595,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         with_function(by_number),
         "looks at other samples or at their",
     ),
+    "batch norm that averages all batches": (Averaged, "give the batch norm a momentum"),
+    "number of each class": (with_function(by_count), r"minlength=num_classes"),
+    "linspace over the samples": (with_function(by_position), r"torch\.arange\(n\)"),
     "vmap": (with_function(torch.func.vmap(lambda x: x * x.sum())), TRANSFORM),
 }
 
@@ -795,3 +871,46 @@ def test_a_buffer_that_two_stages_read_is_refused() -> None:
     with pytest.raises(ValueError, match=r"buffer mean gets its new value on stage ., and stage"):
         wh.plan(ReadTwice(), torch.randn(4, WIDTH), cluster=2)
     wh.plan(ReadTwice(), torch.randn(4, WIDTH), cluster=1)
+
+
+# ---- gradients that hold only the rows that were looked up
+
+
+class SparseRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(8, WIDTH, sparse=True, dtype=DOUBLE)
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.rows(x)).square().mean()
+
+
+def _sparse_rows(is_split: bool) -> Trace:
+    torch.manual_seed(0)
+    model = SparseRows()
+    wh.init(wh.Config({"num_micro_batch": 2}))
+    if is_split:
+        wh.annotate(model, {"*": wh.split(2)})
+    data = sparse_data()
+    engine = wh.parallelize(model, data[0], optimizer=sgd)
+    losses = [engine.step(data[0]).loss]
+    gradients = engine.full_gradients()
+    losses.append(engine.step(data[1]).loss)
+    return Trace(losses, gradients, engine.full_state_dict())
+
+
+def sparse_data() -> list[Tensor]:
+    return list(torch.randint(0, 8, (2, 8, 4), generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_sparse_gradients_train_like_local(is_split: bool) -> None:
+    torch.manual_seed(0)
+    reference = local_training(SparseRows(), sparse_data(), None, sgd)
+    for name, gradient in reference.gradients.items():
+        reference.gradients[name] = gradient.to_dense() if gradient.is_sparse else gradient
+    trace = run_ranks(_sparse_rows, 2, is_split, timeout_s=120)[0]
+    for name, gradient in trace.gradients.items():
+        trace.gradients[name] = gradient.to_dense() if gradient.is_sparse else gradient
+    compare(reference, trace)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 import whale as wh
+import whale.capture.ctc_loss  # registers whale.ctc_loss
 import whale.capture.expert_product  # registers whale.expert_mm
 from whale.capture.samples import RULES
 from whale.dtypes import is_differentiable
@@ -353,6 +354,9 @@ def _losses() -> list[tuple[Any, ...]]:
             (aten.nll_loss.default, (T(6, 5), I(5, 6), None, how)),
             (aten.nll_loss2d.default, (T(6, 5, 3, 4), I(5, 6, 3, 4), None, how)),
         ]
+    spoken = T(7, 6, 5).log_softmax(-1)
+    lengths = (torch.full((6,), 7), torch.full((6,), 3))
+    found.append((torch.ops.whale.ctc_loss.default, (spoken, I(4, 6, 3) + 1, *lengths, 0, False)))
     return found
 
 

@@ -244,10 +244,15 @@ class _Rule:
     forward put on a size
     """
 
-    def match(self, error: BaseException, inside: bool) -> dict[str, str] | None:
+    at: str = ""
+    """pattern of the class of the module and of the line"""
+
+    def match(self, error: BaseException, place: Place) -> dict[str, str] | None:
         """The words of the pattern, or None when this rule does not know the error."""
         kinds = [cls.__name__ for cls in type(error).__mro__]
-        if self.kind not in kinds or inside != (self.when == _INSIDE_FORWARD):
+        if self.kind not in kinds or place.inside != (self.when == _INSIDE_FORWARD):
+            return None
+        if not re.search(self.at, f"{place.class_name} {place.source}"):
             return None
         match = re.search(self.pattern, str(error), re.DOTALL)
         if match is None:
@@ -260,6 +265,14 @@ _OUTSIDE = (
     "then a new capture)"
 )
 _RULES: tuple[_Rule, ...] = (
+    _Rule(
+        "GuardOnDataDependentSymNode",
+        r"",
+        "`momentum=None` averages over all batches so far, by a count that torch makes a Python "
+        "number",
+        "give the batch norm a momentum (0.1 is torch's own)",
+        at=r"^BatchNorm",
+    ),
     _Rule(
         "GuardOnDataDependentSymNode",
         r"Could not extract specialized integer",
@@ -386,13 +399,21 @@ def _message(error: BaseException) -> str:
     return str(error).strip().rstrip(".") or "(no message)"
 
 
-def _known(error: Exception, inside: bool) -> tuple[_Rule, dict[str, str]] | None:
+def _known(error: Exception, place: Place) -> tuple[_Rule, dict[str, str]] | None:
     for rule in _RULES:
         for link in _chain(error):
-            if (words := rule.match(link, inside)) is not None:
+            if (words := rule.match(link, place)) is not None:
                 return rule, words
     return None
 
+
+_NUMBER_OF_SIZE = re.compile(r"\bmath\.\w+\(|\blinspace\(|\bfloat\(")
+"""what makes a number of a size, which then holds for the sample batch only"""
+_NUMBER_ADVICE = (
+    "`math`, `float()` and `torch.linspace` make a fixed number of a size. Compute with tensors: "
+    "`torch.arange(n) / (n - 1)` for `linspace(0, 1, n)`, `torch.ones(n).sum().log()` for "
+    "`math.log(n)`"
+)
 
 # the second: torch fails while it words the first, for a bound that is no whole number, as
 # `3 * batch < 64` has one
@@ -434,12 +455,14 @@ def explain(
         return error
     raised, place = _error_place(error, module_names(model))
     places = [place] if place.inside else []
-    if known := _known(error, place.inside):
+    if known := _known(error, place):
         rule, words = known
         wrong = rule.wrong.format(**words)
         advice = rule.advice.format(**words)
         if rule.when == _AFTER_FORWARD and sizes is not None:
             places = sizes.equations()
+            if any(_NUMBER_OF_SIZE.search(each.source) for each in places):
+                advice = _NUMBER_ADVICE
     elif place.in_loss:
         wrong = f"the loss raised {type(raised).__name__}: {_message(raised)}"
         advice = (

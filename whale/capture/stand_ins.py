@@ -5,6 +5,10 @@ not hold them as they are. Each computes the same.
                                          say where each sample begins in the batch
     nn.TransformerEncoder(mask=...)      takes the mask as it is; torch reads its values to see whether it
                                          is causal, which only chooses a kernel
+    F.ctc_loss of padded targets         the losses of the samples, then their mean or sum
+    F.gaussian_nll_loss                  a negative variance gives NaN; torch reads all variances to raise
+    torch.bincount(x, minlength=5)       counts of so many classes: torch's are as many as x has, or more;
+                                         a class beyond them stops the step
     torch.arange(2, 5).tolist()          the numbers: they depend on nothing
     int(size) for size in x.shape        the size as it is, still a symbol (`sizes_stay_symbols`)
 """
@@ -25,9 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from whale.capture.ctc_loss import ctc_loss
+from whale.capture.errors import CaptureError, calling_place
 from whale.capture.guards import code_swapped
 from whale.capture.size_numbers import SizeNumbers
-from whale.compat import causal_mask_detection, patched_item, without_modes
+from whale.compat import causal_mask_detection, patched, patched_item, without_modes
 from whale.names import names_of
 
 NO_BAG = float("-inf")
@@ -40,6 +46,8 @@ def stand_ins() -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(code_swapped(inspect.unwrap(F.embedding_bag), _embedding_bag))
+        stack.enter_context(code_swapped(inspect.unwrap(F.ctc_loss), _ctc_loss))
+        stack.enter_context(code_swapped(inspect.unwrap(F.gaussian_nll_loss), _gaussian_nll_loss))
         stack.enter_context(code_swapped(causal_mask_detection, _is_causal))
         stack.enter_context(_KnownNumbers())
         yield
@@ -81,9 +89,66 @@ def _embedding_bag(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -
     return total if options["mode"] == "sum" else total / counts.sum(1).clamp(min=1)
 
 
-class _KnownNumbers(TorchFunctionMode):
-    """Remembers tensors that are made of Python numbers alone, until somebody asks for these."""
+def _ctc_loss(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """`F.ctc_loss`; targets (sample, label) with the lengths of all samples as tensors."""
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.apply_defaults()
+    options = given.arguments
+    lengths = options["target_lengths"]
+    is_tensors = isinstance(lengths, Tensor) and isinstance(options["input_lengths"], Tensor)
+    if not is_tensors or options["targets"].ndim != 2 or options["log_probs"].ndim != 3:
+        return original(*args, **kwargs)
+    losses, _ = ctc_loss(
+        options["log_probs"],
+        options["targets"],
+        options["input_lengths"],
+        lengths,
+        options["blank"],
+        options["zero_infinity"],
+    )
+    if options["zero_infinity"]:
+        losses = torch.where(losses == float("inf"), 0.0, losses)
+    if options["reduction"] == "mean":
+        return (losses / lengths.to(losses).clamp(min=1)).mean()
+    return losses.sum() if options["reduction"] == "sum" else losses
 
+
+def _gaussian_nll_loss(
+    original: Callable[..., Tensor],
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """`F.gaussian_nll_loss`, whose only use of `torch.any` is to refuse negative variances."""
+    if isinstance(var, Tensor):
+        var = torch.where(var < 0, float("nan"), var)
+    with patched(torch, "any", lambda _: False):
+        return original(input, target, var, *args, **kwargs)
+
+
+def _bincount(classes: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """`torch.bincount` of classes (any number) that are all less than `minlength`."""
+    if not minlength:
+        raise CaptureError(
+            "The model cannot be captured.\n"
+            f"  at {calling_place().describe()}\n"
+            "  What is wrong: the length of what `bincount` gives depends on what the tensor holds.\n"
+            "  Try: say how many classes there are, `torch.bincount(x, minlength=num_classes)`."
+        )
+    hot = F.one_hot(classes, minlength)  # (number, class)
+    if weights is None:
+        return hot.sum(0)
+    return (hot * weights.unsqueeze(-1)).sum(0)
+
+
+class _KnownNumbers(TorchFunctionMode):
+    """Counts classes by `_bincount`, and remembers tensors that are made of Python numbers alone,
+    until somebody asks for these.
+    """
+
+    COUNTS = (torch.bincount, torch.Tensor.bincount)
     MAKERS = (torch.arange, torch.linspace)
     FOLLOWED = names_of("__getitem__ unbind select __mul__ __rmul__ __add__ __radd__ __sub__ flip")
     """operations after which the numbers are still known, where all else is numbers"""
@@ -101,6 +166,8 @@ class _KnownNumbers(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in self.COUNTS:
+            return _bincount(*args, **kwargs)
         if func in self.MAKERS:
             result = func(*args, **kwargs)
             numbers = [*args, *(kwargs.get(name, 0) for name in ("start", "end", "step", "steps"))]

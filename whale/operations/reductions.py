@@ -174,7 +174,7 @@ def solve(op: Operation) -> Dims | None:
 
 
 # the same for entries in any order; how many counts there are depends on their values
-add_rows("histc bincount", kind="histogram")
+add_rows("histc", kind="histogram")
 add_rows("bincount", samples="sum")
 
 # --------------------------------------------------------------------------------------------------
@@ -232,4 +232,13 @@ def class_loss(op: Operation) -> Dims | None:
     )
 
 
+def _ctc(op: Operation) -> Dims | None:
+    """Of (time, sample, class), targets (sample, label) and lengths: losses of the samples and a
+    table of each (`capture/ctc_loss.py`).
+    """
+    lengths = [("n",), ("n",)]
+    return dims([(None, "n", None), ("n", None), *lengths], [("n",), ("n", None, None)])
+
+
+add_rows("ctc_loss", dims=_ctc, timed_as="cross_entropy_loss")
 add_rows("nll_loss nll_loss_nd mse_loss l1_loss", timed_as="cross_entropy_loss")

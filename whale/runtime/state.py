@@ -73,6 +73,8 @@ def gather_gradients(
                 dtype=parameters[name].dtype,
                 device=ranks.device.name,
             )
+        elif own is not None and own.is_sparse:
+            own = own.to_dense()
         tensor = _gather(own, parameters[name], shards.of(name), ranks)
         if tensor is not None:
             collected[name] = tensor
