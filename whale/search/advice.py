@@ -50,7 +50,7 @@ QUICK = Budget(
     estimates=60,
     cut_moves=60,
     drafts=3,
-    unlike=1,
+    heterogeneous=1,
     smaller=0,
     split=0,
     tensor=0,
@@ -64,7 +64,7 @@ CARRIED = 3
 OF_A_KIND = 40
 """estimates for each kind of plan that the search did not come to"""
 DATA_PARALLEL = "data parallel"
-UNLIKE = "replicas that are not alike"
+HETEROGENEOUS = "replicas that are not alike"
 OWN = "as the script asks for"
 ONE_CARD = "one card alone"
 OWN_SETTINGS = ("num_task_graph", "replicas", "colocate", "zero", "offload")
@@ -231,8 +231,8 @@ def _draft_other_kinds(done: Search) -> None:
         if kind not in known:
             for estimate in done.estimated(own, done.estimator, OF_A_KIND)[:2]:
                 done.draft(done.candidate_of(estimate))
-    if UNLIKE not in known:
-        for _, candidate in done.blocks.unlike()[:1]:
+    if HETEROGENEOUS not in known:
+        for _, candidate in done.partitions.candidates()[:1]:
             done.draft(candidate)
 
 
@@ -427,7 +427,7 @@ def kind_of(candidate: Candidate, num_devices: int) -> str:
     if len(candidate.ranks) < num_devices:
         return "fewer devices"
     if not candidate.are_alike:
-        return UNLIKE
+        return HETEROGENEOUS
     first = candidate.replicas[0]
     if any(group.grid is not None for group in first.groups):
         return "split" if len(first.groups) == 1 else "pipeline of split stages"
