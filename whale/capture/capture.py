@@ -25,8 +25,9 @@ import torch
 
 from whale.capture.batch import BatchLayout
 from whale.capture.cache import CaptureCache
+from whale.capture.check_eager import compare_other_length, compare_with_eager
+from whale.capture.check_parts import compare_parts
 from whale.capture.check_runs import fits_for_checks, weights_on
-from whale.capture.checks import compare_other_length, compare_parts, compare_with_eager
 from whale.capture.clean import Capture, clean
 from whale.capture.export import Task, export_model
 from whale.capture.guards import refuse
