@@ -49,7 +49,7 @@ WEIGHTS = ("_parameters", "_buffers")
 NOT_PART = ("_whale_mark", "_whale_refusals", "_apply")
 """attributes that Whale gives to modules; a plan reads the mark from the model itself"""
 NOT_CODE = ("__dict__", "__weakref__", "__doc__", "__module__", "_abc_impl")
-OWN_SOURCES = ("annotation", "capture", "operations", "compat.py", "dtypes.py", "names.py")
+OWN_SOURCES = ("annotation", "capture", "operations", "compat", "dtypes.py", "names.py")
 """of Whale: whose code makes the graph"""
 
 

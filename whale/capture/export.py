@@ -39,7 +39,8 @@ from whale.capture.memory import Change, Memory
 from whale.capture.progress import progress
 from whale.capture.python_state import assigned_buffers_written, random_branches
 from whale.capture.stand_ins import sizes_stay_symbols, stand_ins
-from whale.compat import export_patches, fake_mode, is_fake, pytree, tensor_stores
+from whale.compat import fake_mode, is_fake, pytree, tensor_stores
+from whale.compat.exporting import export_patches
 
 SECOND_CALL = "second call"
 """key in `node.meta["custom"]`: True for the nodes of the second of two calls, False for the copies
