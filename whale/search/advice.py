@@ -20,13 +20,7 @@ from whale.planning.suggestions import with_more
 from whale.plans.plan import Plan
 from whale.search.budget import Budget
 from whale.search.candidate import Candidate, DeviceGroup, ReplicaChoice
-from whale.search.choose import (
-    data_parallel,
-    is_annotated,
-    none_fits,
-    opened_up,
-    why_fixed,
-)
+from whale.search.choose import data_parallel, why_fixed
 from whale.search.drafting import Drafted
 from whale.search.other_clusters import (
     FASTER_LINK,
@@ -38,6 +32,7 @@ from whale.search.other_clusters import (
 )
 from whale.search.point import Point
 from whale.search.precision import precision_notes
+from whale.search.refusals import is_annotated, none_fits, opened_up
 from whale.search.search import Search, new_search, search
 from whale.search.settings import OpenSettings, settled
 from whale.search.shapes import MOST_CLASSES, device_classes

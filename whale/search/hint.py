@@ -5,7 +5,8 @@ from __future__ import annotations
 from whale.planning.problem import Problem
 from whale.plans.plan import Plan
 from whale.search.budget import Budget
-from whale.search.choose import Report, is_annotated, opened_up, silent, why_fixed
+from whale.search.choose import Report, silent, why_fixed
+from whale.search.refusals import is_annotated, opened_up
 from whale.search.search import search
 from whale.search.settings import OpenSettings
 from whale.simulation.simulate import step_seconds
