@@ -27,9 +27,9 @@ from whale.capture.check_runs import (
 )
 from whale.capture.clean import Capture
 from whale.capture.export import Task
+from whale.capture.forward_state import ForwardState
 from whale.capture.guards import refuse
 from whale.capture.lengths import LEAST, NotSymbolic, conditions_of
-from whale.capture.memory import Memory
 from whale.compat import is_fake
 from whale.devices import device_of
 
@@ -91,14 +91,14 @@ def _compare_samples(
     and nothing can be said.
     """
     with model_restored(model, task.loss) as (
-        memory,
+        state,
         buffers,
     ):  # another comparison starts from the same
-        return _compare_from(memory, buffers, capture, model, few, task)
+        return _compare_from(state, buffers, capture, model, few, task)
 
 
 def _compare_from(
-    memory: Memory,
+    state: ForwardState,
     buffers: BuffersBefore,
     capture: Capture,
     model: torch.nn.Module,
@@ -127,7 +127,7 @@ def _compare_from(
         of_model, of_graph = in_second_call
         if math.isfinite(of_model) or math.isfinite(of_graph):
             if not relative_error(of_model, of_graph) <= limit:
-                raise ValueError(_other_result(of_model, of_graph, list(memory.changed())))
+                raise ValueError(_other_result(of_model, of_graph, list(state.changed())))
         return True
     refuse(capture.findings)
     raise ValueError(

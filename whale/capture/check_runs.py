@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from whale.capture.batch import BatchLayout
+from whale.capture.forward_state import ForwardState
 from whale.capture.graph import CapturedGraph
-from whale.capture.memory import Memory
 from whale.compat import tensor_stores
 from whale.devices import device_of
 from whale.dtypes import rounding
@@ -152,14 +152,14 @@ class BuffersBefore:
 @contextmanager
 def model_restored(
     model: torch.nn.Module, loss: Any = None
-) -> Iterator[tuple[Memory, BuffersBefore]]:
+) -> Iterator[tuple[ForwardState, BuffersBefore]]:
     """Takes back everything that forward and loss change inside, but for the weights."""
-    memory = Memory(model, loss)
+    state = ForwardState(model, loss)
     buffers = BuffersBefore(model)
     try:
-        yield memory, buffers
+        yield state, buffers
     finally:
-        memory.restore()
+        state.restore()
         buffers.restore()
 
 

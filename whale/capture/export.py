@@ -33,9 +33,9 @@ from whale.capture.errors import (
     size_conditions,
 )
 from whale.capture.fake_weights import fake_weights, refill
+from whale.capture.forward_state import ForwardState
 from whale.capture.guards import Findings, watch
 from whale.capture.lengths import MAX_BATCH
-from whale.capture.memory import Change, Memory
 from whale.capture.model_call import (
     Loss,
     call_model,
@@ -48,6 +48,7 @@ from whale.capture.model_call import (
 from whale.capture.progress import progress
 from whale.capture.python_state import assigned_buffers_written, random_branches
 from whale.capture.stand_ins import sizes_stay_symbols, stand_ins
+from whale.capture.state_places import Change
 from whale.compat import fake_mode, is_fake, tensor_stores
 from whale.compat.exporting import export_patches
 
@@ -145,13 +146,13 @@ def export_model(
         # before the weights become fake: hooks sit on the tensors
         findings = around.enter_context(watch(model))
         wrapper = _LossOf(model, layouts, task, with_outputs)
-        memory = Memory(model, task.loss)
-        around.callback(memory.restore)
+        state = ForwardState(model, task.loss)
+        around.callback(state.restore)
         unused = around.enter_context(fake_weights(wrapper, mode, device))
         marks = around.enter_context(collect_forward_marks())
         attempt = _Attempt(any_batch=earlier is None)  # two batches have two sizes
         while True:
-            memory.restore()
+            state.restore()
             unused()
             with size_conditions(model) as sizes:
                 try:
@@ -259,9 +260,9 @@ class _LossOf(torch.nn.Module):
         earlier = self.layouts[0]
         layout = self.layouts[-1]
         if len(self.layouts) == 1:
-            memory = Memory(self.model, self.task.loss)
+            state = ForwardState(self.model, self.task.loss)
             results = self._call(layout, tensors)
-            self.seen.changed = memory.changed()
+            self.seen.changed = state.changed()
             return results
         number = len(earlier.tensors)
         with _own_buffers(self.model) as reset:

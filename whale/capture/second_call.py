@@ -1,5 +1,5 @@
 """Whether a model gives in its next call what it gives in a first one: for models whose forward
-leaves something behind (`Memory`, buffers made anew).
+leaves something behind (`ForwardState`, buffers made anew).
 
 The model is exported once more, called twice:
 
@@ -60,7 +60,7 @@ _Flat: TypeAlias = tuple[Graph, dict[str, Tensor]]
 """a graph without writes, and its constants"""
 
 
-def refuse_memory(exported: Exported, given: Given, first: BatchLayout | None) -> None:
+def refuse_forward_state(exported: Exported, given: Given, first: BatchLayout | None) -> None:
     """Raises when the second call of the model gives something else than a first one does.
     `first`: layout of the batches before, where that is another one.
     """
