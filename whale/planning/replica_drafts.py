@@ -125,18 +125,7 @@ class GroupDrafts:
     def _workload(self, problem: Problem, share: int) -> Workload:
         key = (problem.batch_size, problem.mini_batch_size, share)
         if key not in self._workloads:
-            self._workloads[key] = Workload(
-                problem.captured,
-                problem.batch_size,
-                problem.facts.gradients,
-                problem.optimizer_ratio,
-                problem.dtype,
-                share,
-                problem.mini_batch_size,
-                problem.update_work,
-                problem.cluster.layer_times,
-                facts=problem.facts,
-            )
+            self._workloads[key] = problem.workload(share)
         return self._workloads[key]
 
 
