@@ -66,7 +66,7 @@ class GroupDrafts:
     _workloads: dict[Hashable, Workload] = field(default_factory=dict, repr=False)
 
     def with_problem(self, problem: Problem) -> GroupDrafts:
-        """The same for another candidate of a search, which differs in its settings alone."""
+        """These drafts for another candidate of a search, which differs in its settings alone."""
         return replace(self, problem=problem)
 
     def of(

@@ -142,7 +142,7 @@ def _call_directly(node: Node) -> None:
 def _split_region(
     region: torch.nn.Module, instead: Mapping[Any, Callable[..., Tensor]]
 ) -> Recomputed:
-    """The same region with its layers replaced; those under `torch.utils.checkpoint` are put off
+    """The region with its layers replaced; those under `torch.utils.checkpoint` are put off
     when the region is recomputed.
     """
     assert isinstance(region, Recomputed)

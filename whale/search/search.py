@@ -329,7 +329,7 @@ class Search(Tries):
 
     @cached_property
     def labels(self) -> list[str]:
-        """What tells devices apart: kind and host."""
+        """What distinguishes devices: kind and host."""
         return [f"{each.kind.name} {each.host}" for each in self.problem.cluster.devices]
 
     # ---- replicas that are not alike, and fewer devices
@@ -345,7 +345,7 @@ class Search(Tries):
             self.draft(candidate)
 
     def draft_smaller(self) -> None:
-        """The same on fewer devices: some make the step longer."""
+        """Drafts candidates on fewer devices: some make the step longer."""
         if self.settings.num_stages is not None or self.measures[0].zero:
             return
         found: list[Estimate] = []

@@ -39,7 +39,7 @@ MOST_SHAPES = 20_000
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """Devices that nothing tells apart."""
+    """Devices that nothing distinguishes."""
 
     kind: DeviceKind
     hosts: tuple[str, ...]
