@@ -43,9 +43,9 @@ from whale.capture.state_places import (
     Namespace,
     Place,
     content_of,
-    join,
+    dotted,
     read_slot,
-    slots_of,
+    slot_attributes,
 )
 from whale.compat import tensor_stores
 from whale.names import names_of
@@ -69,19 +69,19 @@ class ForwardState:
         seen: set[int] = {id(module) for module in model.modules()}
         for prefix, module in model.named_modules():
             self._places.append(Namespace(prefix, module, is_outside=False))
-            if slots := slots_of(module):
+            if slots := slot_attributes(module):
                 self._places.append(Attributes(prefix, module, slots))
             for leaf, value in list(vars(module).items()):
                 if leaf not in OF_TORCH:
-                    self._places += _places_in(join(prefix, leaf), value, seen)
+                    self._places += _places_in(dotted(prefix, leaf), value, seen)
             for leaf, slot in slots.items():
-                self._places += _places_in(join(prefix, leaf), read_slot(slot, module), seen)
+                self._places += _places_in(dotted(prefix, leaf), read_slot(slot, module), seen)
         self._places += _places_outside(OF_LOSS, loss, seen)
         for prefix, owner in _outside(model):
             self._places.append(Namespace(prefix, owner, is_outside=True))
             for leaf, value in list(vars(owner).items()):
                 if leaf not in _NAMES_OF_PYTHON and not _keeps_nothing(value):
-                    self._places += _places_outside(join(prefix, leaf), value, seen)
+                    self._places += _places_outside(dotted(prefix, leaf), value, seen)
 
     def changed(self) -> dict[str, Change]:
         """What was set or changed since, by name."""
@@ -157,7 +157,7 @@ def _places_in(name: str, value: Any, seen: set[int]) -> Iterator[Place]:
                 yield Container(name, each, is_outside=False)
             inside = each.values() if isinstance(each, dict) else each
         else:
-            if slots := slots_of(each):
+            if slots := slot_attributes(each):
                 yield Attributes(name, each, slots)
             inside = [read_slot(slot, each) for slot in slots.values()]
             names = getattr(each, "__dict__", None)
@@ -200,7 +200,7 @@ def _places_outside(name: str, value: Any, seen: set[int]) -> Iterator[Place]:
                 yield Container(name, each, is_outside=True)
             inside = each.values() if isinstance(each, dict) else each
         elif _is_own(kind.__module__.partition(".")[0]):
-            yield Attributes(name, each, slots_of(each), outside=True)
+            yield Attributes(name, each, slot_attributes(each), outside=True)
         if left > 1:
             # a script may hold millions of numbers in a list
             waiting += [(item, left - 1) for item in inside if type(item) not in PLAIN]
@@ -226,7 +226,7 @@ def _places_of_module(name: str, module: nn.Module, seen: set[int]) -> Iterator[
     for prefix, each in module.named_modules():
         if each is module or id(each) not in seen:
             seen.add(id(each))
-            own = join(name, prefix) if prefix else name
+            own = dotted(name, prefix) if prefix else name
             yield Namespace(own, each, is_outside=True)
             for store in tensor_stores(each):
                 yield Container(own, store, is_outside=True)

@@ -63,7 +63,7 @@ class Namespace:
             if is_same(before, value):
                 continue
             if not self._is_outside or _holds_data(before) or _holds_data(value):
-                yield join(self._prefix, name), (before, value)
+                yield dotted(self._prefix, name), (before, value)
 
     def restore(self) -> None:
         # not by the owner's own `__setattr__`: a module of torch keeps tensors elsewhere
@@ -177,7 +177,7 @@ class Attributes:
 
     def changed(self) -> Iterator[tuple[str, Change]]:
         for name, change in self._changes().items():
-            yield join(self._prefix, name), change
+            yield dotted(self._prefix, name), change
 
     def restore(self) -> None:
         for name, (before, _) in self._changes().items():
@@ -227,7 +227,7 @@ def content_of(cell: CellType) -> Any:
         return MISSING
 
 
-def slots_of(owner: Any) -> dict[str, Any]:
+def slot_attributes(owner: Any) -> dict[str, Any]:
     """The attributes that an object holds without a dict, by name."""
     found: dict[str, Any] = {}
     for cls in type(owner).__mro__:
@@ -245,5 +245,5 @@ def read_slot(slot: Any, owner: Any) -> Any:
         return MISSING
 
 
-def join(prefix: str, leaf: str) -> str:
+def dotted(prefix: str, leaf: str) -> str:
     return f"{prefix}.{leaf}" if prefix else leaf
