@@ -67,7 +67,8 @@ def content_key(
     try:
         content.add("settings", _settings(task, with_outputs))
         content.add("batch", _of_batch(layout))
-        # what batches before leave for this one was looked at for their layout (`refuse_forward_state`)
+        # what batches before leave for this one was looked at for their layout
+        # (`refuse_forward_state`)
         if first is not None and first.with_lengths({}).key != layout.with_lengths({}).key:
             content.add("first batch", _of_batch(first))
         content.add("modes", [type(mode) for mode in active_modes()])

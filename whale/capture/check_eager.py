@@ -1,5 +1,5 @@
-"""The first self-check of a capture with real weights, on a few samples of the user's own batch: the
-captured graph against the eager model. Same loss, same gradients, and the same loss for other
+"""The first self-check of a capture with real weights, on a few samples of the user's own batch:
+the captured graph against the eager model. Same loss, same gradients, and the same loss for other
 samples and weights in a second call of the model.
 """
 

@@ -1,6 +1,6 @@
-"""The second self-check of a capture with real weights, on a few samples of the user's own batch: the
-loss of 4 samples against the sum over parts of 1 and 3, and the same of their gradients where the
-user wrote a backward. A check that cannot be made (random operations other than dropout, batch
+"""The second self-check of a capture with real weights, on a few samples of the user's own batch:
+the loss of 4 samples against the sum over parts of 1 and 3, and the same of their gradients where
+the user wrote a backward. A check that cannot be made (random operations other than dropout, batch
 statistics) says so.
 """
 

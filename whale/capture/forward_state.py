@@ -7,8 +7,8 @@
     in functions       variables of closures, defaults and attributes
     in caches          of functions under `functools.lru_cache`
 
-An export leaves tensors without data there, a comparison those of its samples: `ForwardState.restore`
-takes both back. What a forward reads again in its next call is found by `second_call`.
+An export leaves tensors without data there, a comparison those of its samples:
+`ForwardState.restore` takes both back. What a forward reads again in its next call is found by `second_call`.
 """
 
 from __future__ import annotations

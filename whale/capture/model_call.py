@@ -1,4 +1,6 @@
-"""How a model is called with a batch, where its loss comes from, and which tensors its output has."""
+"""How a model is called with a batch, where its loss comes from, and which tensors its output
+has.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What Whale changes in torch while a model is exported: every node keeps the lines of the user's code,
-and no time is spent on what Whale does not read. Everything is taken back at the end.
+"""What Whale changes in torch while a model is exported: every node keeps the lines of the user's
+code, and no time is spent on what Whale does not read. Everything is taken back at the end.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the error of a rank says about its cause: in a line for the others, and whether another rank is
-to blame.
+"""What the error of a rank says about its cause: in a line for the others, and whether another
+rank is to blame.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The norm of all gradients, of which every rank counts a part, and gradients multiplied by a number:
-what clipping and loss scaling are made of.
+"""The norm of all gradients, of which every rank counts a part, and gradients multiplied by a
+number: what clipping and loss scaling are made of.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a refusal says where no plan fits: why, which of the user's settings are to blame, a plan that
-would fit, and the least change that helps.
+"""What a refusal says where no plan fits: why, which of the user's settings are to blame, a plan
+that would fit, and the least change that helps.
 """
 
 from __future__ import annotations
