@@ -17,7 +17,7 @@ ROOT = Path(wh.__file__).parent
 ORDER = (
     (
         *("names", "units", "dtypes", "compat", "devices"),
-        *("metric_files", "error_file", "progress", "config"),
+        *("metric_files", "error_file", "progress", "config", "config_values"),
     ),
     ("annotation",),
     ("cluster",),
