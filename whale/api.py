@@ -16,8 +16,9 @@ from whale.capture.batch import BatchLayout, read_batch
 from whale.capture.capture import Trust, capture_model
 from whale.capture.clean import tied_names
 from whale.capture.errors import CaptureError
-from whale.capture.export import Loss, Task
+from whale.capture.export import Task
 from whale.capture.lengths import declared
+from whale.capture.model_call import Loss
 from whale.capture.prepare import CapturedModel
 from whale.cluster.cluster import Cluster
 from whale.config import Config

@@ -4,23 +4,36 @@ under it: `whale config` prints these texts.
 
 from __future__ import annotations
 
-import contextlib
-import operator
 import os
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
-    PlainSerializer,
     ValidationError,
-    WrapValidator,
 )
 
+from whale.config_values import (
+    LARGEST_SEED,
+    AboveZero,
+    Compile,
+    Count,
+    CountOrAuto,
+    DeviceType,
+    KeepGathered,
+    OffloadSetting,
+    RecomputeSetting,
+    Replicas,
+    ScheduleName,
+    Seed,
+    Switch,
+    Whole,
+    Words,
+    ZeroLevel,
+)
 from whale.names import current_names, nearest
 
 if TYPE_CHECKING:
@@ -35,152 +48,8 @@ RUN_FOLDER_VARIABLE = "WHALE_RUN_FOLDER"
 CLUSTER_VARIABLE = "WHALE_CLUSTER"
 """environment variable with the cluster file of `whale run --cluster`"""
 
-LARGEST_SEED = 2**63 - 1
-"""torch generators take a seed of 64 bits"""
-
-REDUCE_OVERHEAD = "reduce-overhead"
-"""what torch.compile calls its mode with graphs of launches"""
-
 RENAMED_KEYS: dict[str, str] = {}
 """old key -> the key that replaced it; both are taken, and the old one says so once"""
-
-
-def _plain_integer(value: Any) -> Any:
-    """`value` as an int where it is a whole number of numpy; anything else as it is."""
-    if hasattr(value, "__index__") and not isinstance(value, bool):
-        with contextlib.suppress(TypeError):  # arrays and tensors have the method, too
-            return operator.index(value)
-    return value
-
-
-def _recompute(value: Any) -> bool | str | list[str]:
-    if isinstance(value, bool) or value == "auto":
-        return value  # type: ignore[no-any-return]
-    if isinstance(value, (list, tuple)) and value:
-        if all(isinstance(name, str) and name for name in value):
-            return list(value)
-    raise ValueError("'auto', True, False or a list of module names")
-
-
-def _zero(value: Any) -> int | str:
-    if value == "auto" or (type(value) is int and value in (0, 1, 2, 3)):
-        return value  # type: ignore[no-any-return]
-    raise ValueError("0, 1, 2, 3 or 'auto'")
-
-
-OFFLOADED = ("optimizer", "weights", "gradients", "activations")
-"""classes of tensors that may be at home outside of the device"""
-
-
-def _offload(value: Any) -> bool | str | dict[str, str]:
-    if value is False or value == "auto":
-        return value  # type: ignore[no-any-return]
-    form = f"'auto', False or a dict like {{'optimizer': 'host'}} with {', '.join(OFFLOADED)}"
-    if not isinstance(value, Mapping) or not value:
-        raise ValueError(form)
-    for key, memory in value.items():
-        if key not in OFFLOADED or memory not in ("device", "host", "disk"):
-            raise ValueError(f"{form}, each 'device', 'host' or 'disk'")
-    return {key: value[key] for key in OFFLOADED if key in value}
-
-
-def _or_auto(value: Any, check: Callable[[Any], Any]) -> Any:
-    """The value as checked, or "auto" as it is."""
-    return value if isinstance(value, str) and value == "auto" else check(value)
-
-
-def _keep_gathered(value: Any) -> bool | str:
-    if isinstance(value, bool) or value == "auto":
-        return value  # type: ignore[no-any-return]
-    raise ValueError("'auto', True or False")
-
-
-def _compile(value: Any) -> bool | str:
-    if isinstance(value, bool) or value == REDUCE_OVERHEAD:
-        return value  # type: ignore[no-any-return]
-    raise ValueError(f"True, False or {REDUCE_OVERHEAD!r}")
-
-
-def _device(value: Any) -> str:
-    if value in ("auto", "cpu"):
-        return str(value)
-    from whale.devices import device_types  # brings torch, which few commands need
-
-    known = device_types()
-    if value not in known:
-        raise ValueError(f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}")
-    return str(value)
-
-
-REPLICA_KEYS = ("stages", "samples", "num_micro_batch", "schedule", "num_waves", "recompute")
-STAGE_KEYS = ("ranks", "start", "split", "grid")
-
-
-def _replicas(value: Any) -> list[dict[str, Any]] | None:
-    """Model replicas that are given one by one, each with its stages."""
-    if value is None:
-        return None
-    form = (
-        'a list like [{"stages": [[0]]}, {"stages": [[1], [2, 3]], "samples": 8}], in which every '
-        "stage has the ranks of its devices"
-    )
-    if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(form)
-    return [_replica(each, form) for each in value]
-
-
-def _replica(value: Any, form: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not isinstance(value.get("stages"), (list, tuple)):
-        raise ValueError(form)
-    for key in value:
-        if key not in REPLICA_KEYS:
-            raise ValueError(f"{form}, with the keys {', '.join(REPLICA_KEYS)}")
-    for key in ("samples", "num_micro_batch", "num_waves"):
-        if key in value and not _is_count(value[key], least=1):
-            raise ValueError(f"{form}, with a whole number of at least 1 as {key!r}")
-    schedules = get_args(Config.model_fields["schedule"].annotation)
-    if value.get("schedule", "1f1b") not in schedules:
-        raise ValueError(f"{form}, with one of {', '.join(schedules)} as 'schedule'")
-    if "recompute" in value:
-        _recompute(value["recompute"])
-    stages = [_stage(stage, form) for stage in value["stages"]]
-    if not stages:
-        raise ValueError(form)
-    return {**value, "stages": stages}
-
-
-def _stage(value: Any, form: str) -> list[int] | dict[str, Any]:
-    if isinstance(value, Mapping):
-        if not set(value) <= set(STAGE_KEYS) or "ranks" not in value:
-            raise ValueError(f"{form}, or the keys {', '.join(STAGE_KEYS)}")
-        start = value.get("start")
-        if start is not None and not isinstance(start, str) and not _is_count(start, least=1):
-            raise ValueError(f"{form}, and starts with a module or the number of an operation")
-        return {**value, "ranks": _stage(value["ranks"], form)}
-    if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(form)
-    if not all(_is_count(rank, least=0) for rank in value) or len(set(value)) < len(value):
-        raise ValueError(form)
-    return [int(rank) for rank in value]
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-# Strict: True is no number, "8" is no number, 8.0 is not whole. Values come from scripts and JSON,
-# where such a value is a mistake.
-Whole = Annotated[int, BeforeValidator(_plain_integer), Field(strict=True)]
-Count = Annotated[Whole, Field(ge=1)]
-AboveZero = Annotated[
-    float, BeforeValidator(_plain_integer), Field(strict=True, gt=0, allow_inf_nan=False)
-]
-CountOrAuto = Annotated[
-    Count, WrapValidator(_or_auto), PlainSerializer(lambda value: value, return_type=Any)
-]
-"""a number, or "auto" until the search has chosen one (`whale/search`): planning sees numbers"""
-Switch = Annotated[bool, Field(strict=True)]
-Words = Annotated[str, Field(strict=True)]
 
 
 class Config(BaseModel):
@@ -206,7 +75,7 @@ class Config(BaseModel):
     annotations decide. `auto`: chosen.
     """
 
-    replicas: Annotated[list[dict[str, Any]] | None, BeforeValidator(_replicas)] = None
+    replicas: Replicas = None
     """Model replicas one by one, alike or not: `{"stages": [[0]]}` is the whole model on rank 0,
     `{"stages": [[1], [2, 3]], "samples": 8, "num_micro_batch": 4}` a pipeline of two stages for 8
     samples of the mini-batch. Not given: samples by speed, cuts by time. A stage may be
@@ -221,7 +90,7 @@ class Config(BaseModel):
     colocate: Switch = False
     """Lets all TaskGraphs share the same devices, instead of each having its own."""
 
-    schedule: Literal["1f1b", "gpipe", "interleaved", "wave", "zero-bubble", "auto"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     """Order of forward and backward in a pipeline. `1f1b` holds few micro-batches in memory,
     `gpipe` runs all forwards first, `interleaved` and `wave` (Hanayo) put several chunks on each
     device, `zero-bubble` fills gaps with weight gradients, `auto` takes what is fastest."""
@@ -231,23 +100,23 @@ class Config(BaseModel):
     `interleaved`, none for `zero-bubble`, and `auto` chooses. Annotations then say how many devices
     there are; where the chunks are cut is decided by time."""
 
-    recompute: Annotated[bool | str | list[str], BeforeValidator(_recompute)] = "auto"
+    recompute: RecomputeSetting = "auto"
     """Activations that are recomputed in backward instead of being saved. `auto`: where memory
     asks for it, as little as possible; True: all; False: none; or names of modules
     (`["transformer.h.*"]`), each a region. `torch.utils.checkpoint` in the model counts besides."""
 
-    keep_gathered: Annotated[bool | str, BeforeValidator(_keep_gathered)] = "auto"
+    keep_gathered: KeepGathered = "auto"
     """On grids (`split`): whether weights and activations that are gathered in forward are saved
     for backward (True), or gathered again there (False), which takes more messages and less memory.
     `auto`: saved, where memory does not ask for the other."""
 
-    zero: Annotated[int | str, BeforeValidator(_zero)] = 0
+    zero: ZeroLevel = 0
     """What ranks that would hold the same parameters share instead, each a part as large as its
     memory allows: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too, which are then
     gathered layer by layer before they are used. `auto`: the least that fits. Results are the
     same."""
 
-    offload: Annotated[bool | str | dict[str, str], BeforeValidator(_offload)] = "auto"
+    offload: OffloadSetting = "auto"
     """Where optimizer states, weights, gradients and activations are at home: `{"optimizer":
     "host", "activations": "disk"}`; "device" for what is not named. `auto`: on the device, and where
     nothing fits that way in the memories that the cluster file has beside it. False: on the device.
@@ -273,7 +142,7 @@ class Config(BaseModel):
     once in so many steps.
     """
 
-    seed: Annotated[Whole, Field(ge=0, le=LARGEST_SEED)] = 0
+    seed: Seed = 0
     """Start of all random numbers: initial weights made by Whale, and dropout."""
 
     loss_per_micro_batch: Switch = False
@@ -353,7 +222,7 @@ class Config(BaseModel):
     looked at a step later, so that nobody waits for it.
     """
 
-    device: Annotated[str, BeforeValidator(_device)] = "auto"
+    device: DeviceType = "auto"
     """Where to run: `cpu`, the name that torch has for an accelerator, or `auto`, which takes one
     when it is there.
     """
@@ -363,7 +232,7 @@ class Config(BaseModel):
     memory.
     """
 
-    compile: Annotated[bool | str, BeforeValidator(_compile)] = False
+    compile: Compile = False
     """Chunks run as `torch.compile` makes them, in training. The first steps take longer; CPUs need
     a C++ compiler. `reduce-overhead`: and a GPU replays the launches of a chunk at once (as a
     graph), for small kernels and batches of one shape; memory of a chunk is then its own. It has
@@ -469,7 +338,7 @@ def _message(error: ErrorDetails) -> str:
             return f"{must_be} at most {limit}, not {value!r}."
         case "greater_than" | "finite_number":
             return f"{must_be} a finite number above 0, not {value!r}."
-        case "value_error":  # the validators above say what the value may be
+        case "value_error":  # `config_values.py` says what the value may be
             return f"{must_be} {context['error']}, not {value!r}."
     wanted = {
         "bool_type": "True or False",

@@ -6,9 +6,8 @@ rank failed first and why.
                      would, and writes down how it failed
     run_script       a script as the main program of this process; also used by `whale plan`
 
-Ranks write their error with a time in nanoseconds: torch's own record has seconds, too coarse to
-distinguish the rank that failed from those that noticed. A rank ends itself when its launcher is
-gone, however that ended.
+Ranks write their error with a time in nanoseconds (`error_file.py`). A rank ends itself when its
+launcher is gone, however that ended.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import atexit
 import contextlib
 import faulthandler
 import io
-import json
 import logging
 import os
 import runpy
@@ -33,14 +31,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from whale.config import RUN_FOLDER_VARIABLE
+from whale.error_file import error_file, write_error
 from whale.metric_files import note_failure
 from whale.progress import PROGRESS_VARIABLE, watch_output
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""environment variable in which torch's launcher says where a rank writes its error"""
 GRACE_S = 5
 """how long a rank gets to end itself, before it is killed"""
 WATCH_S = 1.0
@@ -252,17 +249,11 @@ def _report_to_watch(error: BaseException) -> None:
 
 
 def _write_down(text: str) -> None:
-    """Writes the error file that torch's launcher reads, with the exact time besides."""
+    """Writes down how the script of this rank failed, for the launcher and for the metrics."""
     note_failure()
-    path = os.environ.get(ERROR_FILE)
-    if path is None:
-        return
-    now = time.time_ns()
-    record = {
-        "message": {"message": text, "extraInfo": {"timestamp": str(now // 10**9)}},
-        "time_ns": now,
-    }
-    Path(path).write_text(json.dumps(record))
+    file = error_file()
+    if file is not None:
+        write_error(file, text)
 
 
 def _end_with_launcher(launcher: int) -> None:

@@ -21,7 +21,7 @@ from tests.device.memory import NAME
 from tests.device.settings import settings
 from tests.device.streams import counters
 from tests.ranks import ModelServer, preload
-from whale.runtime.gradients import scale_gradients
+from whale.runtime.gradient_norm import scale_gradients
 from whale.runtime.step_update import NonFiniteError
 
 preload("tests.device.test_masked_update")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tests.ranks import RankError, run_ranks
 from whale.distributed import hub, watch
+from whale.distributed.causes import follows_from_another
 from whale.distributed.hub import (
     GRACE_S,
     SETTLE_S,
@@ -29,7 +30,7 @@ from whale.distributed.hub import (
     judge,
     positions,
 )
-from whale.distributed.watch import EXIT_CODE, follows_from_another, start_watch
+from whale.distributed.watch import EXIT_CODE, start_watch
 
 TIMEOUT_S = 20.0
 NOW = 1000.0

@@ -20,7 +20,7 @@ from whale import api
 from whale.capture.batch import read_batch
 from whale.emulation.emulation import platform_of_this_job
 from whale.model_planner import ModelPlanner
-from whale.planning.zero_blocks import Sharing, balanced_places, blocks_of, update_work
+from whale.planning.zero_blocks import Sharing, balanced_places, blocks_of, matrix_work
 from whale.runtime.compressed_states import CompressedStates
 from whale.session import ranks_of_job
 
@@ -110,7 +110,7 @@ def train(
             if step == 0:
                 gradients = engine.full_gradients()
         held = engine.optimizer.param_groups[0]["params"] if engine.optimizer is not None else []
-        work = sum(update_work(tuple(parameter.shape)) for parameter in held)
+        work = sum(matrix_work(tuple(parameter.shape)) for parameter in held)
         return losses, gradients, engine.full_state_dict(), work
 
 
@@ -162,7 +162,7 @@ def test_matrix_optimizers_train_like_local(
     losses, gradients, state, _ = ranks[0]
     compare(locally(optimizer), Trace(losses, gradients, state))
     work = [rank[3] for rank in ranks]
-    largest = max(update_work(tuple(p.shape)) for p in build().parameters())
+    largest = max(matrix_work(tuple(p.shape)) for p in build().parameters())
     assert max(work) <= max(1.1 * sum(work) / len(work), largest)
 
 
@@ -198,7 +198,7 @@ def test_work_of_holders_is_balanced(num_places: int) -> None:
     places = balanced_places(shapes, [1 / num_places] * num_places)
     work = [0.0] * num_places
     for name, place in places.items():
-        work[place] += update_work(shapes[name])
+        work[place] += matrix_work(shapes[name])
     assert max(work) <= 1.1 * sum(work) / num_places
 
 

@@ -11,11 +11,11 @@ from whale.planning.planner import fingerprint
 from whale.planning.problem import Problem
 from whale.planning.replica_drafts import GroupDrafts
 from whale.search.candidate import Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
+from whale.search.candidate_plan import plan_of_candidate
 from whale.search.device_moves import moved_devices
 from whale.search.drafting import Drafting
 from whale.search.outline import Outline
 from whale.search.search import search
-from whale.search.unlike import plan_of_candidate
 
 MEMORY = MemoryChoice(recompute=False)
 

@@ -15,7 +15,10 @@ import whale as wh
 
 ROOT = Path(wh.__file__).parent
 ORDER = (
-    ("names", "units", "dtypes", "compat", "devices", "metric_files", "progress", "config"),
+    (
+        *("names", "units", "dtypes", "compat", "devices"),
+        *("metric_files", "error_file", "progress", "config", "config_values"),
+    ),
     ("annotation",),
     ("cluster",),
     ("scheduling",),

@@ -681,7 +681,7 @@ def test_rows_name_the_rules_of_the_walk_over_the_samples() -> None:
 
 
 NAMES_ELSEWHERE = {
-    "capture/checks.py": "what is drawn by a dropout is not compared",
+    "capture/check_parts.py": "what is drawn by a dropout is not compared",
     "capture/experts.py": "the pattern that it rewrites",
     "capture/functional.py": "values that were written past their gradient",
     "capture/losses.py": "the sums and means that it rewrites",

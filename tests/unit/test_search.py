@@ -16,7 +16,7 @@ from whale.cluster.cluster import Cluster, Device, DeviceKind, Link, device_kind
 from whale.planning.problem import Problem
 from whale.plans.plan import Plan
 from whale.report import plan_page
-from whale.search import choose
+from whale.search import choose, refusals
 from whale.search.drafting import Drafted, Drafting, actions_seconds
 from whale.search.hint import hint
 from whale.search.point import Point, Shape
@@ -401,7 +401,7 @@ def test_the_refusal_survives_an_interrupt_of_the_search_for_an_offer(
     def interrupted(*_: object, **__: object) -> object:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(choose, "search", interrupted)
+    monkeypatch.setattr(refusals, "search", interrupted)
     with pytest.raises(ValueError, match="does not fit"):
         plan_of(Net(layers=16), mixed(400_000), strategy="data")
 
@@ -441,7 +441,7 @@ def test_estimates_count_links_that_every_micro_batch_takes() -> None:
     shorter than the activations of the whole mini-batch take.
     """
     cluster = replace(mixed(hosts=((("fast", 2),),)), intra_host=Link(1e5, 1e-6))
-    problem = choose.opened_up(problem_of(lambda: plan_of(cluster=cluster)))
+    problem = refusals.opened_up(problem_of(lambda: plan_of(cluster=cluster)))
     made = new_search(problem, OpenSettings.of(problem))
     point = Point(Shape((((0,), (1,)),)), 8)
     estimate = made.estimator.estimate(point)

@@ -18,7 +18,7 @@ from tests.enumerated_plans import EnumeratedPlans
 from whale import api
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
 from whale.planning.problem import Problem
-from whale.search import choose
+from whale.search import refusals
 from whale.search.search import search
 from whale.search.settings import OpenSettings
 
@@ -72,7 +72,7 @@ def case(seed: int, most_devices: int, most_layers: int) -> Problem:
     between = Link(draw.choice((1e7, 1e8, 1e9)), 1e-5)
     cluster = Cluster(devices, Link(1e9, 1e-6), between)
     problem = problem_of(widths, cluster)
-    return replace(problem, config=choose.open_up(problem.config))
+    return replace(problem, config=refusals.open_up(problem.config))
 
 
 def problem_of(widths: list[int], cluster: Cluster) -> Problem:

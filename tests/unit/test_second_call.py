@@ -19,7 +19,8 @@ from tests.exactness import local_training
 from whale.capture.batch import read_batch
 from whale.capture.capture import capture_training
 from whale.capture.export import Task
-from whale.capture.memory import Memory, _is_same
+from whale.capture.forward_state import ForwardState
+from whale.capture.state_places import is_same
 
 WIDTH = 6
 DOUBLE = torch.float64
@@ -514,11 +515,11 @@ def test_a_cached_capture_is_one_for_the_same_first_batch(tmp_path: Path) -> Non
 def test_samples_that_a_script_holds_are_not_compared_one_by_one() -> None:
     SAMPLES.extend(float(number) for number in range(100_000))
     try:
-        memory = Memory(Table())
-        with patch("whale.capture.memory._is_same", side_effect=_is_same) as compared:
-            assert not any(name.endswith("SAMPLES") for name in memory.changed())
+        state = ForwardState(Table())
+        with patch("whale.capture.state_places.is_same", side_effect=is_same) as compared:
+            assert not any(name.endswith("SAMPLES") for name in state.changed())
         assert compared.call_count < len(SAMPLES)
         SAMPLES[-1] = -1.0
-        assert any(name.endswith("SAMPLES") for name in memory.changed())
+        assert any(name.endswith("SAMPLES") for name in state.changed())
     finally:
         SAMPLES.clear()

@@ -25,7 +25,8 @@ from whale.capture.capture import capture_training
 from whale.capture.export import Task
 from whale.capture.guards import watch
 from whale.capture.python_state import random_branches
-from whale.compat import causal_mask_detection, export_patches, patched
+from whale.compat import causal_mask_detection, patched
+from whale.compat.exporting import export_patches
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 PATCHED: tuple[tuple[Any, str], ...] = (

@@ -37,7 +37,7 @@ from whale.report.plan_table import print_plan
 from whale.runtime.gradients import Bucket, _Group, _queues
 from whale.runtime.held import HeldParameter, Unit
 from whale.search.candidate import Candidate, DeviceGroup, ReplicaChoice
-from whale.search.unlike import plan_of_candidate
+from whale.search.candidate_plan import plan_of_candidate
 from whale.simulation.communication import all_reduces_of
 from whale.simulation.simulate import figures_in, simulate
 

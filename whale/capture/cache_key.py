@@ -49,7 +49,7 @@ WEIGHTS = ("_parameters", "_buffers")
 NOT_PART = ("_whale_mark", "_whale_refusals", "_apply")
 """attributes that Whale gives to modules; a plan reads the mark from the model itself"""
 NOT_CODE = ("__dict__", "__weakref__", "__doc__", "__module__", "_abc_impl")
-OWN_SOURCES = ("annotation", "capture", "operations", "compat.py", "dtypes.py", "names.py")
+OWN_SOURCES = ("annotation", "capture", "operations", "compat", "dtypes.py", "names.py")
 """of Whale: whose code makes the graph"""
 
 
@@ -67,7 +67,8 @@ def content_key(
     try:
         content.add("settings", _settings(task, with_outputs))
         content.add("batch", _of_batch(layout))
-        # what batches before leave for this one was looked at for their layout (`refuse_memory`)
+        # what batches before leave for this one was looked at for their layout
+        # (`refuse_forward_state`)
         if first is not None and first.with_lengths({}).key != layout.with_lengths({}).key:
             content.add("first batch", _of_batch(first))
         content.add("modes", [type(mode) for mode in active_modes()])

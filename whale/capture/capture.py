@@ -4,7 +4,7 @@ The path of a capture, each step a file of this package:
 
     export   `batch -> loss` by `torch.export` on fake tensors, watched for what a graph loses
              (export; guards, python_state, errors), and called twice where forward leaves
-             something for its next call (second_call; memory)
+             something for its next call (second_call; forward_state)
     clean    regions inlined, weights as `get_attr`, no in-place operation, nothing superfluous,
              products with experts in token order (clean; inline, functional, simplify, experts)
     check    the clean graph against the eager model (checks)
@@ -25,13 +25,14 @@ import torch
 
 from whale.capture.batch import BatchLayout
 from whale.capture.cache import CaptureCache
+from whale.capture.check_eager import compare_other_length, compare_with_eager
+from whale.capture.check_parts import compare_parts
 from whale.capture.check_runs import fits_for_checks, weights_on
-from whale.capture.checks import compare_other_length, compare_parts, compare_with_eager
 from whale.capture.clean import Capture, clean
 from whale.capture.export import Task, export_model
 from whale.capture.guards import refuse
 from whale.capture.prepare import CapturedModel, prepare
-from whale.capture.second_call import Given, refuse_memory
+from whale.capture.second_call import Given, refuse_forward_state
 from whale.config import Config
 
 logger = logging.getLogger("whale")
@@ -148,7 +149,7 @@ def _captured(
 
     def make() -> Capture:
         exported = export_model(model, layout, tensors, task, with_outputs)
-        refuse_memory(exported, Given(model, layout, tensors, task, with_outputs), first)
+        refuse_forward_state(exported, Given(model, layout, tensors, task, with_outputs), first)
         return clean(exported, model, layout)
 
     if task.cache_folder is None:

@@ -1,5 +1,6 @@
 """How the self-checks of a capture run the user's model and the captured graph: on the device where
-the graph makes its tensors, with everything that forward changes taken back.
+the graph makes its tensors, with everything that forward changes taken back. And what both checks
+(`check_eager.py`, `check_parts.py`) allow and say.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from whale.capture.batch import BatchLayout
+from whale.capture.forward_state import ForwardState
 from whale.capture.graph import CapturedGraph
-from whale.capture.memory import Memory
 from whale.compat import tensor_stores
 from whale.devices import device_of
+from whale.dtypes import rounding
 from whale.operations.nodes import op_name
 from whale.operations.table import is_random
 
 ATTENTION = "scaled_dot_product_attention"
 CHECK_COPIES = 3
 """of the weights on the device: these and the gradients of both sides"""
+TINY = 1e-30
+"""smallest loss that a difference is divided by"""
 
 
 def fits_for_checks(model: torch.nn.Module, device: str) -> bool:
@@ -147,12 +152,40 @@ class BuffersBefore:
 @contextmanager
 def model_restored(
     model: torch.nn.Module, loss: Any = None
-) -> Iterator[tuple[Memory, BuffersBefore]]:
+) -> Iterator[tuple[ForwardState, BuffersBefore]]:
     """Takes back everything that forward and loss change inside, but for the weights."""
-    memory = Memory(model, loss)
+    state = ForwardState(model, loss)
     buffers = BuffersBefore(model)
     try:
-        yield memory, buffers
+        yield state, buffers
     finally:
-        memory.restore()
+        state.restore()
         buffers.restore()
+
+
+def relative_error(expected: float, got: float) -> float:
+    """Difference of two losses over the expected one."""
+    return abs(expected - got) / max(abs(expected), TINY)
+
+
+def rounding_limit(captured: CapturedGraph) -> float:
+    """What rounding explains in the least precise type that the graph computes in."""
+    limit = rounding(torch.float64).other_order
+    for node in captured.compute_nodes():
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            limit = max(limit, rounding(value.dtype).other_order)
+    return limit
+
+
+def cannot_be_cut(layout: BatchLayout, part: str, error: Exception) -> ValueError:
+    """The error for a model that fails on part of the sample batch."""
+    cut = ", ".join(described.path for described in layout.tensors if described.batched)
+    reason = str(error).partition("\n")[0]
+    return ValueError(
+        f"the model works on the sample batch of {layout.batch_size}, and fails on {part} alone "
+        f"with {type(error).__name__}: {reason}\n"
+        f"Whale cuts {cut} into parts along dim 0, so a row must be a sample, and no number in it "
+        "may point to another row. Try: give each sample all that it needs, in rows of one shape "
+        "(padded); a tensor without samples needs another dim 0 than the batch"
+    )

@@ -20,12 +20,12 @@ from whale.annotation import FORWARD_TAG, Mark, marks_by_module
 from whale.capture.batch import MIN_SAMPLES, BatchLayout
 from whale.capture.experts import use_expert_mm
 from whale.capture.export import Exported, local_name
+from whale.capture.forward_state import numbers_of
 from whale.capture.functional import make_functional
 from whale.capture.graph import CapturedGraph, StateTensor
 from whale.capture.guards import Findings
 from whale.capture.inline import drop_asserts, inline_regions
 from whale.capture.lengths import lengths_of
-from whale.capture.memory import numbers_of
 from whale.capture.out_of_place import refuse as refuse_write
 from whale.capture.simplify import simplify
 from whale.names import nearest

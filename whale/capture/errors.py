@@ -40,7 +40,7 @@ _WHALE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os
 _PYTHON_FOLDER = sysconfig.get_paths()["stdlib"] + os.sep
 _MAX_PLACES = 3
 LOSS_CALLER = "loss_of"
-"""the function of capture/export.py that calls the user's loss"""
+"""the function of capture/model_call.py that calls the user's loss"""
 
 
 class CaptureError(ValueError):

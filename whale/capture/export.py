@@ -12,8 +12,8 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from inspect import Parameter, signature
+from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -33,21 +33,30 @@ from whale.capture.errors import (
     size_conditions,
 )
 from whale.capture.fake_weights import fake_weights, refill
+from whale.capture.forward_state import ForwardState
 from whale.capture.guards import Findings, watch
 from whale.capture.lengths import MAX_BATCH
-from whale.capture.memory import Change, Memory
+from whale.capture.model_call import (
+    Loss,
+    call_model,
+    left_to_the_loss,
+    loss_of,
+    no_loss,
+    output_leaves,
+    taken_by_forward,
+)
 from whale.capture.progress import progress
 from whale.capture.python_state import assigned_buffers_written, random_branches
 from whale.capture.stand_ins import sizes_stay_symbols, stand_ins
-from whale.compat import export_patches, fake_mode, is_fake, pytree, tensor_stores
+from whale.capture.state_places import Change
+from whale.compat import fake_mode, is_fake, tensor_stores
+from whale.compat.exporting import export_patches
 
 SECOND_CALL = "second call"
 """key in `node.meta["custom"]`: True for the nodes of the second of two calls, False for the copies
 of buffers that it starts with
 """
 MODEL_PREFIX = "model."  # the attribute of the wrapper that holds the user's model
-
-Loss = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -137,13 +146,13 @@ def export_model(
         # before the weights become fake: hooks sit on the tensors
         findings = around.enter_context(watch(model))
         wrapper = _LossOf(model, layouts, task, with_outputs)
-        memory = Memory(model, task.loss)
-        around.callback(memory.restore)
+        state = ForwardState(model, task.loss)
+        around.callback(state.restore)
         unused = around.enter_context(fake_weights(wrapper, mode, device))
         marks = around.enter_context(collect_forward_marks())
         attempt = _Attempt(any_batch=earlier is None)  # two batches have two sizes
         while True:
-            memory.restore()
+            state.restore()
             unused()
             with size_conditions(model) as sizes:
                 try:
@@ -228,52 +237,6 @@ def _arguments_taken(model: torch.nn.Module, layout: BatchLayout, task: Task) ->
     return ", ".join([*pairs, *rest])
 
 
-def call_model(model: torch.nn.Module, batch: Any) -> Any:
-    """A dict is keyword arguments, a tuple or list positional ones, a tensor the only one."""
-    if isinstance(batch, dict):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return model(batch)
-
-
-def taken_by_forward(model: torch.nn.Module, batch: Any) -> Any:
-    """The part of a batch that `forward` has arguments for, when the rest is there for
-    `loss(output, batch)`: `(x, y)` for `forward(x)`.
-    """
-    arguments = signature(model.forward).parameters.values()
-    kinds = [argument.kind for argument in arguments]
-    if isinstance(batch, dict):
-        if Parameter.VAR_KEYWORD in kinds:
-            return batch
-        named = {each.name for each in arguments if each.kind is not Parameter.POSITIONAL_ONLY}
-        return {name: value for name, value in batch.items() if name in named}
-    if not isinstance(batch, (tuple, list)) or Parameter.VAR_POSITIONAL in kinds:
-        return batch
-    return tuple(batch[: len(kinds) - kinds.count(Parameter.KEYWORD_ONLY)])
-
-
-def left_to_the_loss(model: torch.nn.Module, batch: Any) -> list[str]:
-    """Keys or places of a batch that only the loss gets."""
-    taken = taken_by_forward(model, batch)
-    if isinstance(batch, dict):
-        return [f"[{key!r}]" for key in batch if key not in taken]
-    if isinstance(batch, (tuple, list)):
-        return [f"[{place}]" for place in range(len(taken), len(batch))]
-    return []
-
-
-def loss_of(output: Any, batch: Any, loss: Loss | None) -> Any:
-    """The scalar to be trained on: `loss(output, batch)`, `output.loss`, `output["loss"]` or the
-    output itself.
-    """
-    if loss is not None:
-        return loss(output, batch)
-    if isinstance(output, dict):
-        return output.get("loss")
-    return output.loss if hasattr(output, "loss") else output
-
-
 class _LossOf(torch.nn.Module):
     """The model as it is exported: its loss leaves, on request also its output tensors."""
 
@@ -297,9 +260,9 @@ class _LossOf(torch.nn.Module):
         earlier = self.layouts[0]
         layout = self.layouts[-1]
         if len(self.layouts) == 1:
-            memory = Memory(self.model, self.task.loss)
+            state = ForwardState(self.model, self.task.loss)
             results = self._call(layout, tensors)
-            self.seen.changed = memory.changed()
+            self.seen.changed = state.changed()
             return results
         number = len(earlier.tensors)
         with _own_buffers(self.model) as reset:
@@ -321,9 +284,9 @@ class _LossOf(torch.nn.Module):
         self.seen.output_is_loss = has_loss and value is output
         if not self.with_outputs:
             if not has_loss:
-                raise CaptureError(_no_loss(output, value, self.task.loss))
+                raise CaptureError(no_loss(output, value, self.task.loss))
             return (value,)
-        leaves, structure, dropped = _output_leaves(output)
+        leaves, structure, dropped = output_leaves(output)
         seen = self.seen
         seen.has_loss = has_loss
         seen.output_structure = structure
@@ -365,53 +328,6 @@ def _own_buffers(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
         yield reset
     finally:
         refill(before)
-
-
-def _no_loss(output: Any, value: Any, loss: Loss | None) -> str:
-    is_tensor = isinstance(value, torch.Tensor)
-    got = f"a tensor of shape {list(value.shape)}" if is_tensor else type(value).__name__
-    if loss is not None:
-        return f"loss(output, batch) gave {got}: it must give a scalar tensor"
-    if isinstance(output, (tuple, list)) and not hasattr(output, "loss"):
-        return (
-            f"the model gave a {type(output).__name__}: name the loss in it, such as loss=lambda "
-            "output, batch: output[0]"
-        )
-    gave = got if value is output else f"{type(output).__name__} whose loss is {got}"
-    return (
-        f"the model gave {gave}: pass loss=lambda output, batch: ..., or give the model its labels "
-        "so that it returns a scalar or something with .loss"
-    )
-
-
-def _output_leaves(output: Any) -> tuple[list[torch.Tensor | None], Any, list[str]]:
-    """Leaves of the model's output (None where there is no tensor), their structure, and the names
-    of what is left out, such as caches.
-    """
-    dropped: list[str] = []
-
-    def plain(value: Any, path: str) -> Any:
-        if isinstance(value, torch.Tensor) or value is None:
-            return value
-        if isinstance(value, dict):
-            return {key: plain(item, f"{path}.{key}") for key, item in value.items()}
-        if is_dataclass(value) and not isinstance(value, type):
-            return {
-                field.name: plain(getattr(value, field.name), f"{path}.{field.name}")
-                for field in fields(value)
-            }
-        if isinstance(value, (tuple, list)):
-            items = [plain(item, f"{path}[{place}]") for place, item in enumerate(value)]
-            if hasattr(value, "_fields"):
-                return type(value)(*items)  # a named tuple
-            return tuple(items) if isinstance(value, tuple) else items
-        dropped.append(path)
-        return None
-
-    leaves, structure = pytree.tree_flatten(
-        plain(output, "output"), is_leaf=lambda leaf: leaf is None
-    )
-    return leaves, structure, dropped
 
 
 def _symbolic_dims(layout: BatchLayout, any_batch: bool) -> list[dict[int, Any] | None]:

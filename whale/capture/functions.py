@@ -158,7 +158,7 @@ class _Call:
 
     @property
     def name(self) -> str:
-        """The same on all ranks."""
+        """A name that all ranks give to this function alike."""
         short = re.sub(r"\W", "_", self.cls.__qualname__)
         return f"{short}_{hashlib.blake2b(self.key.encode(), digest_size=4).hexdigest()}"
 

@@ -120,7 +120,7 @@ def view_inverse(
 
 
 def _part_inverse(view: Node, parent: Node, value: Node) -> tuple[Any, tuple[Any, ...]] | None:
-    """The same for one part of a split: `view` is a getitem."""
+    """(operation, arguments) of the inverse of one part of a split, whose getitem `view` is."""
     parts, index = view.args
     assert isinstance(parts, Node) and isinstance(index, int)
     if aten_name(parts) == "unbind":

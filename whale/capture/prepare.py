@@ -75,8 +75,8 @@ class CapturedModel:
         return replace(changed, conditions=None)
 
     def in_canonical_order(self) -> CapturedModel:
-        """The same graph with its operations in an order that depends on nothing but what they
-        compute: each result depth first. Two traces of one model whose code goes through a `set`
+        """The model with its operations in an order that depends on nothing but what they compute:
+        each result depth first. Two traces of one model whose code goes through a `set`
         become equal.
         """
         captured = self.captured

@@ -24,7 +24,7 @@ State on the model, besides what is written in place:
     self.count += 1                a Python number   the graph would hold its first value for ever
     self.mean = 0.9 * self.mean    a plain tensor    the same
 
-The last two are found by `Memory`; a model whose next call depends on them is refused
+The last two are found by `ForwardState`; a model whose next call depends on them is refused
 (`second_call`).
 """
 

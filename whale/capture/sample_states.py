@@ -41,7 +41,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Shared:
-    """The same for every part of the batch."""
+    """A value that does not depend on which part of the batch is computed."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Whether a model gives in its next call what it gives in a first one: for models whose forward
-leaves something behind (`Memory`, buffers made anew).
+leaves something behind (`ForwardState`, buffers made anew).
 
 The model is exported once more, called twice:
 
@@ -60,7 +60,7 @@ _Flat: TypeAlias = tuple[Graph, dict[str, Tensor]]
 """a graph without writes, and its constants"""
 
 
-def refuse_memory(exported: Exported, given: Given, first: BatchLayout | None) -> None:
+def refuse_forward_state(exported: Exported, given: Given, first: BatchLayout | None) -> None:
     """Raises when the second call of the model gives something else than a first one does.
     `first`: layout of the batches before, where that is another one.
     """
@@ -117,16 +117,16 @@ class Given:
     with_outputs: bool
 
     def fixed(self) -> Given:
-        """The same batch, whose lengths are numbers."""
+        """This call with a batch whose lengths are numbers."""
         return replace(self, layout=self.layout.with_lengths({}))
 
     def of_layout(self, layout: BatchLayout) -> Given:
-        """The same call with a batch of another layout, of which nothing but the form is known."""
+        """This call with a batch of another layout, of which nothing but the form is known."""
         tensors = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in layout.tensors]
         return replace(self, layout=layout, tensors=tensors)
 
     def shorter(self) -> Given:
-        """The same samples, cut to half of each length that varies."""
+        """This call with its samples cut to half of each length that varies."""
         tensors = list(self.tensors)
         for place, described in enumerate(self.layout.tensors):
             for dim, _ in described.lengths:

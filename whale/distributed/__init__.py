@@ -3,5 +3,5 @@
 Reading order: `ranks` (this process among the others), `job_cluster` (the cluster of the job),
 `platform` (real or emulated), `transport`, `message`, `same_host`, `same_host_collectives` and
 `host_group` (how tensors travel), `intervals` (collectives of uneven shards), `hub` and `watch`
-(dead ranks).
+(dead ranks), `causes` (which rank is to blame) and `sigterm`.
 """

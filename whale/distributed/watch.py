@@ -24,16 +24,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from whale.devices import BACKENDS
+from whale.distributed.causes import LONGEST_TEXT, first_line, follows_from_another
 from whale.distributed.hub import (
     DEATH,
     GRACE_S,
     LONGEST_BEAT_S,
-    LONGEST_LINE,
     PAUSE_S,
     SHORTEST_BEAT_S,
     SILENCE,
@@ -43,6 +40,8 @@ from whale.distributed.hub import (
     positions,
     print_message,
 )
+from whale.distributed.sigterm import Sigterm, received
+from whale.error_file import error_file, write_error
 
 # from the verdict to the end of the ranks that did not cause it: the launcher sees the cause end
 # first
@@ -52,17 +51,6 @@ CAUSE_S = 5.0
 TERMINATED_S = 1.0  # from SIGTERM to the end of the process
 STEP_END = "its end"
 EXIT_CODE = 13  # of a rank that ends because of another one
-LONGEST_TEXT = 500
-
-FOLLOWING = (
-    "connection closed",
-    "connection reset",
-    "connection refused",
-    "broken pipe",
-    *BACKENDS,
-    "is gone or stuck",
-)
-"""words in the messages of failed communication: the other side is the one to look at"""
 
 
 @dataclass
@@ -91,7 +79,6 @@ class Watch:
     hub_process: Process | None = None
     """rank 0's"""
     _connection: socket.socket | None = None
-    _signals: socket.socket | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _has_left: bool = False
     _others: list[str] = field(default_factory=list)
@@ -99,7 +86,7 @@ class Watch:
     _hurry: threading.Event = field(default_factory=threading.Event)
     _may_raise: threading.Event = field(default_factory=threading.Event)
     _ends: threading.Event = field(default_factory=threading.Event)
-    _terminated_at: float | None = None
+    _sigterm: Sigterm = field(default_factory=Sigterm)
     _pid: int = field(default_factory=os.getpid)
 
     @property
@@ -146,7 +133,7 @@ class Watch:
                 "pid": process.pid,
             }
         )
-        self._hear_sigterm()
+        self._sigterm.hear(lambda: self._has_left or os.getpid() != self._pid)
         os.register_at_fork(after_in_child=self._forget)
         self._thread = threading.Thread(target=self._run, name="whale-watch", daemon=True)
         self._thread.start()
@@ -177,7 +164,7 @@ class Watch:
             return
         follows = follows_from_another(error)
         self._may_raise.clear()
-        self._say({"failed": _first_line(error), "follows": follows, "position": self.where})
+        self._say({"failed": first_line(error), "follows": follows, "position": self.where})
         if follows:
             self._hurry.set()
         self._may_raise.wait(GRACE_S + LINGER_S + 2 * LONGEST_BEAT_S)
@@ -195,7 +182,7 @@ class Watch:
             # it wakes up within a beat; Python may not be torn down beneath a running thread
             self._thread.join(LONGEST_BEAT_S)
         if threading.current_thread() is threading.main_thread():
-            self._give_back_sigterm()
+            self._sigterm.give_back()
 
     # ---- inside
 
@@ -233,7 +220,7 @@ class Watch:
         num_sent = 0
         stall = _Stall()
         with selectors.DefaultSelector() as selector:
-            for source in filter(None, (self._connection, self._signals)):
+            for source in filter(None, (self._connection, self._sigterm.bytes)):
                 selector.register(source, selectors.EVENT_READ)
             while not self._has_left:
                 ready = {key.fileobj for key, _ in selector.select(SHORTEST_BEAT_S)}
@@ -243,7 +230,7 @@ class Watch:
                 self._look_for_sigterm()
                 if self._connection in ready:
                     silent_s = 0.0
-                    read = _received(self._connection)
+                    read = received(self._connection)
                     if not read:
                         return self._lost_hub(DEATH, GRACE_S, None)
                     *lines, unread = (unread + read).split(b"\n")
@@ -254,7 +241,7 @@ class Watch:
                     return self._lost_hub(
                         f"has been silent for {silent_s:.0f} s: {SILENCE}", 0.0, self.hub_process
                     )
-                if self._terminated_at is not None and now - self._terminated_at > TERMINATED_S:
+                if self._sigterm.at is not None and now - self._sigterm.at > TERMINATED_S:
                     _exit(128 + signal.SIGTERM)
                 if now >= next_beat:
                     next_beat = now + beat_s(self.num_ranks)
@@ -328,12 +315,12 @@ class Watch:
         if is_cause:
             self._may_raise.set()
         else:
-            _write_down(verdict)
+            _say_to_launcher(verdict)
         self._wait(CAUSE_S if is_cause else LINGER_S, None)
         if standing is not None:
             standing.kill()
         if not self._has_left:
-            _exit(EXIT_CODE if self._terminated_at is None else 128 + signal.SIGTERM)
+            _exit(EXIT_CODE if self._sigterm.at is None else 128 + signal.SIGTERM)
 
     def _wait(self, seconds: float, event: threading.Event | None) -> None:
         """Returns early when the event is set, this rank leaves, or SIGTERM comes."""
@@ -341,60 +328,22 @@ class Watch:
         while (
             time.monotonic() < deadline
             and not self._has_left
-            and self._terminated_at is None
+            and self._sigterm.at is None
             and not (event and event.is_set())
         ):
             time.sleep(SHORTEST_BEAT_S / 4)
             self._look_for_sigterm()
 
     def _look_for_sigterm(self) -> None:
-        if self._signals is not None and signal.SIGTERM in _received(self._signals):
-            self._terminated_at = self._terminated_at or time.monotonic()
+        if self._sigterm.has_come():
             self._hurry.set()
             self._say({"terminated": True, "position": self.where})
-
-    def _hear_sigterm(self) -> None:
-        """SIGTERM ends this process a moment later than usual: after it has heard why. A handler of
-        the user's own stays as it is.
-
-        The main thread may stand inside C++, where no Python handler runs; the byte that Python's C
-        handler writes is read by our thread.
-        """
-        if (
-            threading.current_thread() is not threading.main_thread()
-            or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        ):
-            return
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        theirs.setblocking(False)
-        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        if before != -1:  # an event loop has it
-            signal.set_wakeup_fd(before)
-            return
-        self._signals = ours
-        self._wake = theirs
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            if os.getpid() != self._pid or self._has_left:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                os.kill(os.getpid(), signal.SIGTERM)
-            with contextlib.suppress(OSError):
-                theirs.send(bytes([number]))  # where someone has taken the wake-up away since
-
-        self._handler = handle
-        signal.signal(signal.SIGTERM, handle)
-
-    def _give_back_sigterm(self) -> None:
-        if self._signals is not None and signal.getsignal(signal.SIGTERM) is self._handler:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.set_wakeup_fd(-1)
 
     def _forget(self) -> None:
         """Lets go of signals and sockets in a forked child (a worker that loads data): its signals
         are not ours, and its copies of our sockets hide our end.
         """
-        self._give_back_sigterm()
+        self._sigterm.give_back()
         if self._connection is not None:
             self._connection.close()
         if self.hub is not None:
@@ -493,31 +442,12 @@ def _connect(rank: int, hosts: list[str], port: int, timeout_s: float) -> socket
     )
 
 
-def _received(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(LONGEST_LINE)
-    except OSError:
-        return b""
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0] if lines else ''}"
-    return text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + "..."
-
-
-def _write_down(text: str) -> None:
-    """Tells torch's launcher, in the form that it reads, why this rank ends."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None or Path(path).exists():
-        return
-    now = time.time_ns()
-    record = {
-        "message": {"message": text, "extraInfo": {"timestamp": str(now // 10**9)}},
-        "time_ns": now,
-    }
-    with contextlib.suppress(OSError):
-        Path(path).write_text(json.dumps(record))
+def _say_to_launcher(text: str) -> None:
+    """Writes down for torch's launcher why this rank ends, unless something was written before."""
+    file = error_file()
+    if file is not None and not file.exists():
+        with contextlib.suppress(OSError):
+            write_error(file, text)
 
 
 def _exit(code: int) -> None:
@@ -528,17 +458,3 @@ def _exit(code: int) -> None:
     flush.start()
     flush.join(SHORTEST_BEAT_S)
     os._exit(code)
-
-
-def follows_from_another(error: BaseException) -> bool:
-    """Whether communication failed, which is some other rank's fault."""
-    import torch.distributed as dist
-
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, dist.DistError | ConnectionError):
-            return True
-        if isinstance(seen, RuntimeError) and any(word in str(seen).lower() for word in FOLLOWING):
-            return True
-        seen = seen.__cause__
-    return False

@@ -62,7 +62,9 @@ def check_exactness(sizes: Sizes, num_ranks: int, part: str = "exactness") -> li
 
 
 def check_races(sizes: Sizes, num_ranks: int, part: str = "races") -> list[Outcome]:
-    """The same job several times: same bits; and plain training's numbers where it has no dropout."""
+    """Outcomes of one job that is run several times: are its bits the same every time, and those of
+    plain training where it has no dropout?
+    """
     expected = train_locally(CheckedJob("plain training"), sizes)
     outcomes = []
     for job in racy_jobs(num_ranks):

@@ -23,7 +23,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.utils.data import DataLoader
 
 from whale import api
-from whale.capture.export import Loss
+from whale.capture.model_call import Loss
 from whale.config import Config
 from whale.integrations.engine_model import Spread, spread
 from whale.integrations.one_process import pretend_one_process, sample_of

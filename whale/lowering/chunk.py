@@ -139,7 +139,7 @@ class _Objects:
         return [node for node in (self.group, self.residence) if node is not None]
 
     def inside(self, body: Graph) -> _Objects:
-        """The same in the graph of a region, which gets them behind its other arguments."""
+        """These objects in the graph of a region, which gets them behind its other arguments."""
         return _Objects(
             body.placeholder(_GROUP) if self.group is not None else None,
             body.placeholder(_RESIDENCE) if self.residence is not None else None,

@@ -136,7 +136,7 @@ class BatchInputs:
         return CopiedBatch(copies, whole, cuts)
 
     def copy_rows(self, tensors: Sequence[Tensor]) -> CopiedBatch:
-        """The same where this rank has only the rows of its own samples."""
+        """Starts the copies of a batch of which this rank has only the rows of its own samples."""
         device = self._ranks.device
         read = self._read
         if self._computes_whole_values:
@@ -171,8 +171,8 @@ class BatchInputs:
     def placeholders_of_rows(
         self, batch: CopiedBatch, samples: Sequence[Interval], batch_size: int
     ) -> list[Tensor]:
-        """The same when this rank has only the rows of `samples`: what whole-mini-batch values read
-        is put together by all devices.
+        """Placeholders of a batch of which this rank has only the rows of `samples`: what
+        whole-mini-batch values read is put together by all devices.
         """
         here = [copy.take() for copy in batch.tensors]
         graph = self._prepared.loss.whole_graph

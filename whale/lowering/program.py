@@ -77,7 +77,7 @@ class TemplateGraph:
     values: dict[Node, CrossingValue]
 
     def at(self, numbers: Numbers) -> TemplateGraph:
-        """The same for batches of these lengths."""
+        """This graph for batches of these lengths."""
         values = {node: value.at(numbers) for node, value in self.values.items()}
         return replace(self, values=values)
 
@@ -141,7 +141,7 @@ class Lowered:
     """the lengths that shapes of messages are for"""
 
     def at(self, numbers: Numbers) -> Lowered:
-        """The same for batches of these lengths: the graphs compute sizes from the batch, only
+        """This program for batches of these lengths: the graphs compute sizes from the batch, only
         messages need them beforehand.
         """
         changed = replace(

@@ -89,8 +89,8 @@ class ShardedModules:
         """of blocks of weights, the same for every number of samples"""
 
     def _sharding(self, program: StageProgram) -> Sharding:
-        """The same on all ranks: as planned, or chosen from the same graph for the same number of
-        samples, where the plan knows nothing of its operations.
+        """The layouts of the stage: as planned; or, where the plan was made for another graph
+        (evaluation, outputs), solved from this one, which gives the same on all ranks.
         """
         planned = self.around.planned
         grid = self.around.communication.grid

@@ -124,7 +124,7 @@ def dims_of(op: Operation, rank: int, name: str = "dim") -> list[int]:
 
 
 def dims_of_argument(node: Node, name: str, rank: int) -> list[int]:
-    """The same from a node alone."""
+    """The dims that an argument of a node names, counted from the left; none given means all."""
     return wrapped(argument(node, name), rank)
 
 

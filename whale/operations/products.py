@@ -86,7 +86,7 @@ def baddbmm(op: Operation) -> Dims | None:
 
 @row("addbmm", mixes=EVERY_PAIR, linear=_factors(1, 2, "self"))
 def addbmm(op: Operation) -> Dims | None:
-    """The same, summed over the batch of products."""
+    """An input that is added once, and the sum over a batch of products."""
     result: list[Label] = ["m", "n"]
     own = result[2 - len(op.shapes[0]) :]
     inputs: list[Labels] = [own, ["b", "m", "k"], ["b", "k", "n"]]

@@ -143,7 +143,7 @@ def permutation(node: Node) -> list[int]:
 
 @row(PERMUTES, kind="permute", linear=in_first, moves=True, free=True)
 def permute(op: Operation) -> Dims | None:
-    """The same dims in another order."""
+    """The dims of the input in another order."""
     labels = letters("d", len(op.shapes[0]))
     return dims([labels], [[labels[dim] for dim in permutation(op.node)]])
 

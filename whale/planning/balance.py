@@ -100,7 +100,7 @@ class DeviceLoads:
     """which memory beside those of the devices is too small, with its numbers"""
 
     def with_smaller_batch(self, num_samples: int) -> DeviceLoads:
-        """The same devices with a mini-batch of so many samples less."""
+        """These devices with a mini-batch of so many samples less."""
         less = int(num_samples * self.batch_sample_bytes)
         return replace(
             self,

@@ -103,10 +103,9 @@ def _freed_bytes(run: Sequence[Node], num_savers: Mapping[int, int], saved: Save
         for source in node.all_input_nodes:
             if source not in members:
                 entering |= saved.result_of_node.get(source, frozenset())
-    gone = [
-        storage
-        for storage, number in inside.items()
-        if number == num_savers[storage] and storage not in entering
-    ]
+    gone = []
+    for storage, number in inside.items():
+        if number == num_savers[storage] and storage not in entering:
+            gone.append(storage)
     new = [storage for storage in entering if not num_savers.get(storage)]
     return saved.bytes_of(gone).sample_bytes - saved.bytes_of(new).sample_bytes

@@ -59,12 +59,12 @@ class CutAccount:
 
     @property
     def _is_away(self) -> bool:
-        """Activations are at home elsewhere."""
+        """Whether activations are at home elsewhere."""
         return self.offload.activations != "device"
 
     @cached_property
     def _stages_here(self) -> Stages:
-        """The same if activations stayed on the device."""
+        """The stages if activations stayed on the device."""
         return replace(self._stages_saved, is_away=False)
 
     def regions(self, stages: Sequence[Stage]) -> tuple[Regions, ...]:

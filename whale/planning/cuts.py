@@ -344,7 +344,7 @@ def _least_crossing(chain: _Chain, time: float) -> list[int]:
 
 
 def _least_crossing_in_windows(chain: _Chain, time: float) -> list[int]:
-    """The same as `_least_crossing`, with the starts that memory allows. A point that another beats
+    """The cuts of `_least_crossing`, with the starts that memory allows. A point that another beats
     may outlive it here: so no staircase.
     """
     needs = chain.need(time)

@@ -26,7 +26,7 @@ RegionsOn = Callable[[str], Sequence[MeasuredRegion]]
 
 
 def no_regions(kind: str) -> Sequence[MeasuredRegion]:
-    """Of a model without measured layers."""
+    """No measured regions, for a model without measured layers."""
     return ()
 
 

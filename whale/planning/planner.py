@@ -173,23 +173,11 @@ def _place_of_samples(plan: Plan) -> int:
 
 
 def _workload(problem: Problem) -> Workload:
-    captured = problem.captured
     config = problem.config
     share = typical_share(
         problem.batch_size, config.num_micro_batch, problem.cluster.num_devices // _width(problem)
     )
-    return Workload(
-        captured,
-        problem.batch_size,
-        problem.facts.gradients,
-        problem.optimizer_ratio,
-        problem.dtype,
-        share,
-        problem.mini_batch_size,
-        problem.update_work,
-        problem.cluster.layer_times,
-        facts=problem.facts,
-    )
+    return problem.workload(share)
 
 
 def _orders(problem: Problem) -> tuple[Order, ...]:

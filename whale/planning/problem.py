@@ -22,7 +22,7 @@ from whale.operations.nodes import named_args, op_name
 from whale.planning.graph_facts import GraphFacts
 from whale.planning.offload import Offload
 from whale.planning.stages import RECOMPUTED, slice_stage
-from whale.planning.workload import ADAM_STATE
+from whale.planning.workload import ADAM_STATE, Workload
 from whale.plans.plan import Decision
 from whale.plans.sharding import Sharding
 from whale.plans.shares import micro_batch_sizes
@@ -101,6 +101,23 @@ class Problem:
     @property
     def largest_micro_batch(self) -> int:
         return max(micro_batch_sizes(self.batch_size, self.config.num_micro_batch))
+
+    def workload(self, share: int) -> Workload:
+        """The cost model of this problem, exact where a device gets `share` samples of a
+        micro-batch.
+        """
+        return Workload(
+            self.captured,
+            self.batch_size,
+            self.facts.gradients,
+            self.optimizer_ratio,
+            self.dtype,
+            share,
+            self.mini_batch_size,
+            self.update_work,
+            self.cluster.layer_times,
+            facts=self.facts,
+        )
 
 
 def product_dtype(config: Config, cluster: Cluster, float32_precision: str) -> str:

@@ -66,7 +66,7 @@ class GroupDrafts:
     _workloads: dict[Hashable, Workload] = field(default_factory=dict, repr=False)
 
     def with_problem(self, problem: Problem) -> GroupDrafts:
-        """The same for another candidate of a search, which differs in its settings alone."""
+        """These drafts for another candidate of a search, which differs in its settings alone."""
         return replace(self, problem=problem)
 
     def of(
@@ -125,18 +125,7 @@ class GroupDrafts:
     def _workload(self, problem: Problem, share: int) -> Workload:
         key = (problem.batch_size, problem.mini_batch_size, share)
         if key not in self._workloads:
-            self._workloads[key] = Workload(
-                problem.captured,
-                problem.batch_size,
-                problem.facts.gradients,
-                problem.optimizer_ratio,
-                problem.dtype,
-                share,
-                problem.mini_batch_size,
-                problem.update_work,
-                problem.cluster.layer_times,
-                facts=problem.facts,
-            )
+            self._workloads[key] = problem.workload(share)
         return self._workloads[key]
 
 

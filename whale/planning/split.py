@@ -165,7 +165,7 @@ class Split:
         )
 
     def gathering_again(self) -> Split:
-        """The same with less saved for backward: what forward gathers is gathered once more
+        """These stages with less saved for backward: what forward gathers is gathered once more
         there.
         """
         shardings = {}

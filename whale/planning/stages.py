@@ -386,13 +386,12 @@ def _without_samples(captured: CapturedGraph, kinds: Mapping[Node, ValueKind]) -
 
 
 def _readers_of_state(captured: CapturedGraph, name: str) -> list[Node]:
-    return [
-        user
-        for node in captured.graph.nodes
-        if node.op == "get_attr" and str(node.target) == name
-        for user in node.users
-        if user.op == "call_function"
-    ]
+    """Operations that read a parameter or buffer."""
+    readers: list[Node] = []
+    for node in captured.graph.nodes:
+        if node.op == "get_attr" and str(node.target) == name:
+            readers += [user for user in node.users if user.op == "call_function"]
+    return readers
 
 
 def _with_producers(nodes: Iterable[Node], among: set[Node]) -> set[Node]:

@@ -107,7 +107,7 @@ class Workload:
             object.__setattr__(self, "facts", GraphFacts(self.captured))
 
     def with_share(self, share: int) -> Workload:
-        """The same with times that are exact for another share."""
+        """This workload with times that are exact for another share."""
         return replace(self, share=share, _known={})
 
     @cached_property

@@ -211,14 +211,14 @@ def balanced_places(
     total = sum(map(math.prod, shapes.values()))
     free = [math.inf if is_even else fraction * total * (1 + EVEN) for fraction in fractions]
     found = {}
-    for name, shape in sorted(shapes.items(), key=lambda each: (-update_work(each[1]), each[0])):
+    for name, shape in sorted(shapes.items(), key=lambda each: (-matrix_work(each[1]), each[0])):
         number = math.prod(shape)
         able = [place for place in places if number <= free[place]]
         if not able:
             able = [max(places, key=free.__getitem__)]
         chosen = min(able, key=lambda place: (work[place], place))
         found[name] = chosen
-        work[chosen] += update_work(shape)
+        work[chosen] += matrix_work(shape)
         free[chosen] -= number
     return found
 
@@ -227,7 +227,7 @@ EVEN = 0.02
 """parts that differ by less are even"""
 
 
-def update_work(shape: tuple[int, ...]) -> float:
+def matrix_work(shape: tuple[int, ...]) -> float:
     """Work of an update that looks at a whole matrix, m x n: Newton-Schulz takes products of
     min(m, n) x m x n; of anything else its elements.
     """

@@ -176,7 +176,7 @@ class ZeroFigures:
         return max(self.fractions)
 
     def on(self, rank: int) -> ZeroFigures:
-        """The same with this rank alone."""
+        """These figures with this rank alone."""
         place = self.ranks.index(rank)
         return replace(
             self,

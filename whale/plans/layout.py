@@ -133,6 +133,6 @@ class Layout:
 
 
 def whole(cuts: Iterable[Cut]) -> Layout:
-    """The same on every device."""
+    """The layout of a tensor that every device has whole."""
     cuts = tuple(cuts)
     return Layout(cuts, ((),) * len(cuts))

@@ -59,8 +59,8 @@ class DoesNotFit(ValueError):
 
 
 class NotEnoughMemory(DoesNotFit):
-    """The same, with the numbers but without a suggestion: the planner looks for one by trying
-    (`suggestions.py`).
+    """Memory is too small, with the numbers but without a suggestion: the planner looks for one by
+    trying (`suggestions.py`).
     """
 
     def __init__(self, text: str, is_over_full: bool = False) -> None:

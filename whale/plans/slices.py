@@ -45,7 +45,7 @@ class Slice:
         return self.start - interval[0], self.stop - interval[0]
 
     def transposed(self) -> Slice:
-        """The same samples on their way back: the gradient of this slice."""
+        """The slice of the backward: the gradient of these samples on its way back."""
         return Slice(self.destination, self.source, self.start, self.stop)
 
 

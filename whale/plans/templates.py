@@ -53,7 +53,7 @@ def stage_offsets(plan: Plan) -> list[int]:
 
 
 def device_offsets(plan: Plan) -> list[int]:
-    """The same for VirtualDevices."""
+    """Number of VirtualDevices in all templates before each one, and in all of them."""
     found = [0]
     for template in plan.templates:
         found.append(found[-1] + len(template.grids))

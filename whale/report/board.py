@@ -56,7 +56,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class _Server6(http.server.ThreadingHTTPServer):
-    """The same on an address like ::1."""
+    """A server on an address like ::1."""
 
     address_family = socket.AF_INET6
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from whale.devices import Moment
 from whale.lowering.program import Lowered
 from whale.runtime.executor import Executor, StepInput, StepOutcome
-from whale.runtime.gradients import scale_gradients
+from whale.runtime.gradient_norm import scale_gradients
 from whale.runtime.held import HeldParameter
 from whale.runtime.masked_update import CLIP_EPSILON
 from whale.runtime.result import StepResult, Totals

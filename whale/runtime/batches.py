@@ -67,8 +67,8 @@ class Batches:
         return AheadBatch(batch, lowered, copied, num_rebalanced)
 
     def all_ahead(self, batches: Iterable[Any], num_rebalanced: Callable[[], int]) -> Iterator[Any]:
-        """The same batches; on an accelerator, the copy of each begins before the one before it is
-        given out.
+        """Yields the batches; on an accelerator, the copy of each begins before the one before
+        it is given out.
         """
         if not self._job.ranks.device.is_accelerator:
             yield from batches

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from whale.capture.graph import Recomputed
-from whale.config import REDUCE_OVERHEAD
+from whale.config_values import REDUCE_OVERHEAD
 from whale.lowering.blocks import need, need_in_backward
 from whale.lowering.sharded_norms import batch_norm
 from whale.lowering.subgroups import sum_over_subgroup
@@ -142,7 +142,7 @@ def _call_directly(node: Node) -> None:
 def _split_region(
     region: torch.nn.Module, instead: Mapping[Any, Callable[..., Tensor]]
 ) -> Recomputed:
-    """The same region with its layers replaced; those under `torch.utils.checkpoint` are put off
+    """The region with its layers replaced; those under `torch.utils.checkpoint` are put off
     when the region is recomputed.
     """
     assert isinstance(region, Recomputed)

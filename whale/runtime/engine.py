@@ -189,8 +189,8 @@ class Engine:
         )
 
     def prefetch(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The same batches for `engine.step`. On an accelerator each is copied there while the step
-        before it runs: only the samples of this rank, through pinned memory.
+        """Yields the batches for `engine.step`. On an accelerator each is copied there while the
+        step before it runs: only the samples of this rank, through pinned memory.
 
         Batches of `engine.loader` are copied so by themselves.
         """
@@ -206,8 +206,8 @@ class Engine:
         yield from self.copied_ahead(batches)
 
     def copied_ahead(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The same batches; on an accelerator, the copy of each begins before the one before it is
-        given out. A CPU trains on them where they are.
+        """Yields the batches; on an accelerator, the copy of each begins before the one before
+        it is given out. A CPU trains on them where they are.
         """
         return self._batches.all_ahead(batches, lambda: self.num_rebalanced)
 

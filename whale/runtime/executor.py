@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whale.config import REDUCE_OVERHEAD
+from whale.config_values import REDUCE_OVERHEAD
 from whale.devices import Moment
 from whale.distributed.platform import Event, PaceLike
 from whale.distributed.transport import Transport

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from whale.capture.batch import BatchLayout
 from whale.capture.clean import tied_names
-from whale.capture.export import Loss, Task
+from whale.capture.export import Task
 from whale.capture.lengths import Numbers
+from whale.capture.model_call import Loss
 from whale.capture.prepare import CapturedModel
 from whale.config import Config
 from whale.distributed.platform import Platform, StandIn

@@ -51,7 +51,7 @@ class LossScale:
 
 
 class DeviceLossScale:
-    """The same as numbers of an accelerator, which no step waits for."""
+    """The loss scale as numbers of an accelerator, which no step waits for."""
 
     def __init__(self, device: str, growth_interval: int = GROWTH_INTERVAL) -> None:
         self.growth_interval = growth_interval

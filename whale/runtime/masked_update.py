@@ -27,7 +27,7 @@ from torch import Tensor
 from whale.compat import foreach_norm, fused_step, has_fused_step
 from whale.config import Config
 from whale.devices import LocalDevice
-from whale.runtime.gradients import CountedGradient, scale_gradients
+from whale.runtime.gradient_norm import CountedGradient, scale_gradients
 from whale.runtime.held import HeldParameter
 from whale.runtime.loss_scale import DeviceLossScale
 

@@ -190,7 +190,7 @@ class ReplicaCheck:
         return found
 
     def _judge(self, step: int, found: list[Difference]) -> None:
-        """The same on every rank."""
+        """Logs differences that rounding explains and raises for others, on every rank alike."""
         wrong = [difference for difference in found if not difference.is_rounding]
         when = f"after step {step - 1}" if step else "before the first step"
         if wrong:

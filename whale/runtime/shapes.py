@@ -431,7 +431,7 @@ def largest_micro_batches(plan: Plan, batch_size: int) -> int:
 
 
 def evaluation_micro_batches(plan: Plan, batch_size: int, prepared: CapturedModel) -> int:
-    """The same of an evaluation: one where sums over samples are all-reduced."""
+    """Number of micro-batches of an evaluation: one where sums over samples are all-reduced."""
     return 1 if prepared.loss.reductions else largest_micro_batches(plan, batch_size)
 
 

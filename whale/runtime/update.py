@@ -25,7 +25,7 @@ from whale.distributed.ranks import Ranks
 from whale.distributed.transport import Transport
 from whale.lowering.program import Lowered
 from whale.runtime.compressed_states import CompressedStates
-from whale.runtime.gradients import counted_gradients, scale_gradients, squared_norm
+from whale.runtime.gradient_norm import counted_gradients, scale_gradients, squared_norm
 from whale.runtime.held import HeldParameter, by_backward_order
 from whale.runtime.job import Job
 from whale.runtime.loss_scale import DeviceLossScale, LossScale

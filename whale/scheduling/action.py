@@ -99,7 +99,7 @@ class Action:
 
     @property
     def counterpart(self) -> Action:
-        """The same message seen from its other end."""
+        """The action of the other end of this message."""
         other = Kind.RECEIVE if self.kind is Kind.SEND else Kind.SEND
         return Action(other, self.peer, self.micro_batch, self.stage, self.gradient)
 

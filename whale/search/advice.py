@@ -20,13 +20,7 @@ from whale.planning.suggestions import with_more
 from whale.plans.plan import Plan
 from whale.search.budget import Budget
 from whale.search.candidate import Candidate, DeviceGroup, ReplicaChoice
-from whale.search.choose import (
-    data_parallel,
-    is_annotated,
-    none_fits,
-    opened_up,
-    why_fixed,
-)
+from whale.search.choose import data_parallel, why_fixed
 from whale.search.drafting import Drafted
 from whale.search.other_clusters import (
     FASTER_LINK,
@@ -38,6 +32,7 @@ from whale.search.other_clusters import (
 )
 from whale.search.point import Point
 from whale.search.precision import precision_notes
+from whale.search.refusals import is_annotated, none_fits, opened_up
 from whale.search.search import Search, new_search, search
 from whale.search.settings import OpenSettings, settled
 from whale.search.shapes import MOST_CLASSES, device_classes
@@ -50,7 +45,7 @@ QUICK = Budget(
     estimates=60,
     cut_moves=60,
     drafts=3,
-    unlike=1,
+    heterogeneous=1,
     smaller=0,
     split=0,
     tensor=0,
@@ -64,7 +59,7 @@ CARRIED = 3
 OF_A_KIND = 40
 """estimates for each kind of plan that the search did not come to"""
 DATA_PARALLEL = "data parallel"
-UNLIKE = "replicas that are not alike"
+HETEROGENEOUS = "replicas that are not alike"
 OWN = "as the script asks for"
 ONE_CARD = "one card alone"
 OWN_SETTINGS = ("num_task_graph", "replicas", "colocate", "zero", "offload")
@@ -231,8 +226,8 @@ def _draft_other_kinds(done: Search) -> None:
         if kind not in known:
             for estimate in done.estimated(own, done.estimator, OF_A_KIND)[:2]:
                 done.draft(done.candidate_of(estimate))
-    if UNLIKE not in known:
-        for _, candidate in done.blocks.unlike()[:1]:
+    if HETEROGENEOUS not in known:
+        for _, candidate in done.partitions.candidates()[:1]:
             done.draft(candidate)
 
 
@@ -427,7 +422,7 @@ def kind_of(candidate: Candidate, num_devices: int) -> str:
     if len(candidate.ranks) < num_devices:
         return "fewer devices"
     if not candidate.are_alike:
-        return UNLIKE
+        return HETEROGENEOUS
     first = candidate.replicas[0]
     if any(group.grid is not None for group in first.groups):
         return "split" if len(first.groups) == 1 else "pipeline of split stages"

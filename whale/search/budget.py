@@ -31,12 +31,12 @@ class Budget:
     """candidates with several stages on each group of devices that are drafted"""
     equal: int = 0
     """plans of an equal `num_task_graph` that are drafted"""
-    unlike: int = 2
+    heterogeneous: int = 2
     """candidates of replicas that are not alike that are drafted"""
-    unlike_slower: float = 1.02
+    heterogeneous_slower: float = 1.02
     """those whose estimate is at most so many times the best step"""
-    block_shapes: int = 1
-    """shapes that are tried of every block of devices with replicas of its own"""
+    part_shapes: int = 1
+    """shapes that are tried of every part of the devices with replicas of its own"""
     smaller: int = 2
     """candidates on fewer devices that are drafted"""
     split: int = 2
@@ -65,9 +65,9 @@ class Budget:
                 estimates=estimates,
                 drafts=30,
                 equal=6,
-                unlike=24,
-                unlike_slower=1.45,
-                block_shapes=4,
+                heterogeneous=24,
+                heterogeneous_slower=1.45,
+                part_shapes=4,
                 smaller=6,
                 nudges=_nudges(num_operations, num_devices),
             )
@@ -79,7 +79,7 @@ class Budget:
                 sure=1,
                 waves=4,
                 equal=2,
-                unlike=1,
+                heterogeneous=1,
                 smaller=1,
                 split=1,
                 zero=2,
@@ -92,7 +92,7 @@ class Budget:
                 cut_moves=40,
                 drafts=2,
                 waves=0,
-                unlike=1,
+                heterogeneous=1,
                 smaller=1,
                 split=1,
                 tensor=0,
@@ -106,7 +106,7 @@ class Budget:
                 sure=1,
                 slower=1.03,
                 waves=0,
-                unlike=1,
+                heterogeneous=1,
                 smaller=1,
                 split=1,
                 zero=1,

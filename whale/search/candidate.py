@@ -145,7 +145,7 @@ class Candidate:
         return replace(self, replicas=changed)
 
     def in_fewest_replicas(self) -> Candidate:
-        """The same plan by its best name: replicas of different width that each run the whole model
+        """This plan by its best name: replicas of different width that each run the whole model
         at once are one replica, whose samples are divided over all devices together.
         """
         if self.are_alike or any(

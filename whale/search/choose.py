@@ -7,25 +7,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from whale.cluster.cluster import Device
 from whale.config import Config
-from whale.names import count
-from whale.planning.offload_auto import may_offload
 from whale.planning.planner import make_plan
 from whale.planning.problem import Problem
 from whale.planning.stages import Assignment
-from whale.planning.suggestions import with_more
 from whale.plans.plan import Alternative, Decision, Plan
 from whale.plans.shares import DoesNotFit
-from whale.search.budget import Budget
 from whale.search.drafting import Drafted, actions_seconds
 from whale.search.marked import LONGER, new_marked_search
 from whale.search.point import Point, Shape
-from whale.search.search import Search, new_search, search
-from whale.search.settings import AUTO, OpenSettings, is_open, settled
+from whale.search.refusals import is_annotated, nothing_fits, with_offer
+from whale.search.search import Search, new_search
+from whale.search.settings import AUTO, OpenSettings, settled
 from whale.search.tries import SearchProgress, Tries
 from whale.simulation.simulate import step_seconds
-from whale.units import human_bytes, human_seconds, ranges
+from whale.units import human_seconds, ranges
 
 STRATEGY = "strategy"
 """what the decision of the search is called in a plan"""
@@ -33,15 +29,6 @@ LEAST_GAIN = 0.01
 """of the step: data parallelism is kept where nothing is faster by more"""
 MOST_ALTERNATIVES = 12
 """of the plans that a search made, so many are listed in the one that is taken"""
-
-OFFER = Budget(estimates=100, cut_moves=40, drafts=1, split=1, tensor=0, zero=1, polished=0)
-"""what is tried to offer a plan that fits"""
-FURTHER = (1, 2, 4, 8)
-SMALLER = (2, 4, 8)
-"""devices more, and parts of the batch, that are tried where nothing fits"""
-
-_CHOSEN = ("num_task_graph", "num_micro_batch", "schedule", "recompute", "num_waves", "zero")
-"""settings that the search chooses where they are open"""
 
 Report = Callable[[SearchProgress], None]
 
@@ -57,7 +44,7 @@ def choose_plan(problem: Problem, progress: Report = silent) -> tuple[Plan, Assi
         try:
             return make_plan(fixed)
         except DoesNotFit as error:
-            raise _with_offer(problem, error) from None
+            raise with_offer(problem, error) from None
     if is_annotated(problem):
         return _with_annotations(problem, progress)
     plain, refused = data_parallel(problem)
@@ -121,10 +108,6 @@ def _refuse_contradiction(problem: Problem) -> None:
         )
 
 
-def is_annotated(problem: Problem) -> bool:
-    return bool(problem.marks) or problem.default_strategy is not None
-
-
 def _data_config(config: Config, settings: OpenSettings) -> Config:
     """The config of plain data parallelism with what the user fixed."""
     return settled(config).replace(
@@ -168,15 +151,15 @@ def _best_of(
     if best is None and plain is None and done.is_interrupted:
         raise KeyboardInterrupt  # there is no plan yet that could be given
     if best is None and plain is None:
-        raise _nothing_fits(problem, done, refused)
+        raise nothing_fits(problem, done, refused)
     if best is None:
         assert plain is not None
-        return _with_decision(problem, plain, f"{_counts(done)}; no other plan could be made")
+        return _with_decision(problem, plain, f"{done.summary}; no other plan could be made")
     if plain is not None:
         step_s = step_seconds(plain[0]).step_s
         score_s = step_s + actions_seconds(plain[0])
         if best.score_s > (1 - LEAST_GAIN) * score_s:
-            why = f"{_counts(done)}; the best other plan takes {human_seconds(best.step_s)}"
+            why = f"{done.summary}; the best other plan takes {human_seconds(best.step_s)}"
             return _with_decision(problem, plain, why, others=_drafted_besides(done, None))
     others = _drafted_besides(done, best)
     compared = others[:2]
@@ -206,14 +189,7 @@ def _drafted_besides(done: Tries, best: Drafted | None) -> list[Alternative]:
 def _why(done: Tries, best: Drafted, compared: list[Alternative]) -> str:
     texts = [f"{each.what} {human_seconds(each.step_s)}" for each in compared]
     following = f"; next: {'; '.join(texts)}" if texts else ""
-    return f"{_counts(done)}; a step takes {human_seconds(best.step_s)}{following}"
-
-
-def _counts(done: Tries) -> str:
-    interrupted = ", interrupted" if done.is_interrupted else ""
-    sliced = "" if done.slices is None else f", {done.slices.text}"
-    estimates = count(done.num_estimates, "arrangement")
-    return f"{estimates} estimated, {count(len(done.tried), 'plan')} made{sliced}{interrupted}"
+    return f"{done.summary}; a step takes {human_seconds(best.step_s)}{following}"
 
 
 def _with_decision(
@@ -254,148 +230,6 @@ def _with_decision(
     return explained, assignment
 
 
-def _nothing_fits(problem: Problem, done: Search, refused: ValueError | None) -> ValueError:
-    """The refusal: what keeps every plan from fitting, and the least change."""
-    problems = [each.problem for each in done.tried if each.problem]
-    first = next(iter(problems), "no plan fits")
-    if refused is not None:
-        first = str(refused)
-    fixed = _fixed_names(problem.config)
-    try:
-        why = _without_fixed(problem, done, fixed) if fixed else none_fits(problem, done)
-    except KeyboardInterrupt:  # what is refused is known, what would help is not
-        why = f"Searched: {_counts(done)}, none fits; interrupted before a change was found that helps"
-    return DoesNotFit(f"{first}. {why}")
-
-
-def _fixed_names(config: Config) -> list[str]:
-    """The settings that hold, as the user wrote them."""
-    return [f'"{name}": {getattr(config, name)}' for name in _CHOSEN if not is_open(config, name)]
-
-
-def _without_fixed(problem: Problem, done: Search, fixed: list[str]) -> str:
-    """Whether it is the fixed settings that make every plan impossible."""
-    opened = opened_up(problem)
-    best = search(opened, OpenSettings.of(opened), budget=OFFER).best
-    if best is None:
-        return none_fits(problem, done)
-    verb = "makes" if len(fixed) == 1 else "make"
-    return (
-        f"{', '.join(fixed)} {verb} every plan impossible. Try: leave it open: "
-        f"{best.candidate.describe()} fits, {human_seconds(best.step_s)} a step"
-    )
-
-
-def _with_offer(problem: Problem, error: DoesNotFit) -> DoesNotFit:
-    """The refusal of a hand-made plan with one that fits, found by the search; as it is where
-    a change of the annotations is known to help, or nothing fits.
-    """
-    is_helped = "Try: " in str(error)
-    is_marked = is_annotated(problem) or problem.config.colocate
-    if is_marked and is_helped:
-        return error
-    opened = opened_up(problem)
-    try:
-        done = search(opened, OpenSettings.of(opened), budget=OFFER)
-        best = done.best
-        if best is None:
-            if is_marked or is_helped:
-                return error
-            return DoesNotFit(f"{error}. {none_fits(problem, done)}")
-    except KeyboardInterrupt:  # the refusal is not lost with what would be offered
-        return error
-    text, tries, changes = str(error).partition(" No change helps")[0].partition(" Try: ")
-    what = "annotations" if is_annotated(problem) else "these settings"
-    offer = (
-        f'{text.rstrip(".")}. "strategy": "auto" without {what} finds a plan that fits: '
-        f"{best.candidate.describe()}, {human_seconds(best.step_s)} a step"
-    )
-    return DoesNotFit(f"{offer}.{tries}{changes}" if tries else offer)
-
-
-def open_up(config: Config) -> Config:
-    """The config with everything that the search chooses left open."""
-    given = {key: value for key, value in config.to_dict().items() if config.is_given(key)}
-    for key in (*_CHOSEN, "replicas", "colocate"):
-        given.pop(key, None)
-    return Config({**given, "strategy": AUTO})
-
-
-def opened_up(problem: Problem) -> Problem:
-    """The problem with everything that the search chooses left open, annotations too."""
-    config = open_up(problem.config)
-    return replace(problem, config=config, marks={}, default_strategy=None)
-
-
-def none_fits(problem: Problem, done: Search) -> str:
-    """Why no plan fits: proved where weights alone are too much for all devices together, and for
-    the memories beside them where these may be used.
-    """
-    outline = done.outline
-    needed = float(outline.static_bytes(False).sum())
-    memories = [device.kind.memory_bytes for device in problem.cluster.devices]
-    if not all(memories):
-        return f"Searched: {_counts(done)}, none fits"
-    beside = _bytes_beside(problem)
-    others = f" and {human_bytes(beside)} beside them" if beside else ""
-    missing = needed - sum(memories) - beside
-    if missing > 0:
-        largest = _largest_device(problem).kind
-        further = f"{-int(-missing // largest.memory_bytes)} further {largest.name}"
-        return (
-            "No plan fits: weights, gradients and optimizer state take "
-            f"{human_bytes(needed)}, all {count(len(memories), 'device')} together have "
-            f"{human_bytes(sum(memories))}{others}. Try: {human_bytes(missing)} more memory, so at "
-            f"least {further}, or an optimizer with less state"
-        )
-    return (
-        f"Searched: {_counts(done)}, none fits; weights, gradients and optimizer state take "
-        f"{human_bytes(needed)} of {human_bytes(sum(memories))}{others}, the rest must hold "
-        f"activations. Try: {_least_change(problem)}"
-    )
-
-
-def _bytes_beside(problem: Problem) -> int:
-    """What hosts and disks have for what does not fit on the devices."""
-    if not may_offload(problem):
-        return 0
-    memories = [problem.cluster.memories_of(host) for host in problem.cluster.hosts]
-    return sum(each.size("host") + each.size("disk") for each in memories)
-
-
-def _largest_device(problem: Problem) -> Device:
-    return max(problem.cluster.devices, key=lambda device: device.kind.memory_bytes)
-
-
-def _least_change(problem: Problem) -> str:
-    """The fewest further devices and the largest smaller batch that fit, each tried by a short
-    search in steps of two.
-    """
-    opened = opened_up(problem)
-    largest = _largest_device(problem)
-    found = []
-    for number in FURTHER:
-        more = replace(opened, cluster=with_more(problem.cluster, largest, number))
-        if _fits(more):
-            found.append(f"{number} further {largest.kind.name}")
-            break
-    for part in SMALLER:
-        size = problem.batch_size // part
-        if size and _fits(replace(opened, batch_size=size)):
-            found.append(f"a batch of {size} instead of {problem.batch_size}")
-            break
-    if found:
-        return " or ".join(found)
-    return (
-        f"more than {FURTHER[-1]} further {largest.kind.name}, or devices with more memory: "
-        f"neither these nor a batch of 1/{SMALLER[-1]} fits"
-    )
-
-
-def _fits(problem: Problem) -> bool:
-    return search(problem, OpenSettings.of(problem), budget=OFFER).best is not None
-
-
 def _with_annotations(problem: Problem, progress: Report) -> tuple[Plan, Assignment]:
     """The best plan of an annotated model: what is marked stays."""
     done = new_marked_search(problem, progress)
@@ -405,7 +239,7 @@ def _with_annotations(problem: Problem, progress: Report) -> tuple[Plan, Assignm
         if done.is_interrupted:
             raise KeyboardInterrupt  # there is no plan yet that could be given
         refused = done.refusal
-        raise _with_offer(problem, refused) if isinstance(refused, DoesNotFit) else refused
+        raise with_offer(problem, refused) if isinstance(refused, DoesNotFit) else refused
     others = _drafted_besides(done, best)
     why = f"{done.why}; {_why(done, best, others[:2])}"
     made = (best.plan, best.assignment)

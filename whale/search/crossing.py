@@ -26,7 +26,7 @@ class GroupMessages:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The same between two stages of all model replicas, each with its samples."""
+    """Messages between two stages of all model replicas, each with its samples."""
 
     messages: tuple[tuple[float, Link], ...]
     """(samples, link) of messages that differ"""

@@ -64,7 +64,7 @@ def _exchanged(candidate: Candidate, num_devices: int) -> Iterator[Candidate]:
 
 
 def _one_by_one(replicas: tuple[ReplicaChoice, ...]) -> Iterator[ReplicaChoice]:
-    """The same replicas, but devices that each run the whole model have a replica each."""
+    """The replicas, where devices that each run the whole model have a replica each."""
     for replica in replicas:
         if replica.is_whole and replica.num_micro_batch == 1:
             yield from (_alone(rank, replica) for rank in replica.ranks)

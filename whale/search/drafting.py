@@ -21,9 +21,9 @@ from whale.plans.shares import DoesNotFit
 from whale.scheduling.check import check
 from whale.scheduling.memory import fits
 from whale.search.candidate import ANY_GRID, CHOSEN, Candidate, DeviceGroup
+from whale.search.candidate_plan import plan_of_candidate
 from whale.search.outline import Outline
 from whale.search.split_parts import split_operations
-from whale.search.unlike import plan_of_candidate
 from whale.simulation.simulate import figures_in, peak_bytes, step_seconds
 from whale.units import human_bytes
 

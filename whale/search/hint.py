@@ -5,7 +5,8 @@ from __future__ import annotations
 from whale.planning.problem import Problem
 from whale.plans.plan import Plan
 from whale.search.budget import Budget
-from whale.search.choose import Report, is_annotated, opened_up, silent, why_fixed
+from whale.search.choose import Report, silent, why_fixed
+from whale.search.refusals import is_annotated, opened_up
 from whale.search.search import search
 from whale.search.settings import OpenSettings
 from whale.simulation.simulate import step_seconds
@@ -15,7 +16,7 @@ HINT = Budget(
     estimates=150,
     cut_moves=60,
     drafts=3,
-    unlike=1,
+    heterogeneous=1,
     smaller=1,
     split=1,
     tensor=0,

@@ -73,7 +73,7 @@ class OffloadTerms:
     def backward_s(
         self, seconds: float, trained_bytes: float, saved_bytes: float, ranks: tuple[int, ...]
     ) -> float:
-        """The same of a backward."""
+        """Seconds of a backward with its transfers."""
         in_s = self._weights_s(trained_bytes, ranks)
         if self.has_activations:
             in_s += saved_bytes / self._rate(ranks, self.offload.activations)[0]

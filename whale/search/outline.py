@@ -79,7 +79,7 @@ class Outline:
     """
 
     def with_split(self, names: Iterable[str], number: int) -> Outline:
-        """The same model with some parameters cut over so many devices."""
+        """The outline with some parameters cut over so many devices."""
         made = replace(self, split=dict.fromkeys(names, number))
         for key, value in self.__dict__.items():
             if key not in made.__dict__ and key not in WEIGHTS_ONLY:

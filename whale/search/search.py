@@ -19,7 +19,6 @@ from functools import cached_property
 from whale.cluster.cluster import Cluster
 from whale.planning.problem import Problem, check_loss_and_buffers
 from whale.planning.schedules import FIXED_ORDERS
-from whale.search.blocks import Blocks
 from whale.search.budget import Budget
 from whale.search.candidate import Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
 from whale.search.device_moves import moved_devices
@@ -29,6 +28,7 @@ from whale.search.estimate import Estimator
 from whale.search.memory_drafts import draft_offload, draft_zero
 from whale.search.moves import best_cuts, neighbours, nudged
 from whale.search.outline import Outline
+from whale.search.partitions import Partitions
 from whale.search.point import Estimate, Point, Shape
 from whale.search.settings import OpenSettings
 from whale.search.shapes import shapes, subsets
@@ -69,7 +69,7 @@ class Search(Tries):
         self.moved: dict[tuple[Estimate, MemoryChoice], Estimate] = {}
         """the same with its best cuts"""
         self.point_of: dict[Candidate, Point] = {}
-        self.blocks = Blocks(self)
+        self.partitions = Partitions(self)
         self._all_shapes: list[Shape] = []
         self._families: set[object] = set()
         """of estimates that were drafted"""
@@ -91,7 +91,7 @@ class Search(Tries):
         draft_tensor_groups(self)
         draft_zero(self)
         draft_offload(self)
-        self.draft_unlike()
+        self.draft_heterogeneous()
         self.draft_smaller()
         self.polish()
 
@@ -329,23 +329,23 @@ class Search(Tries):
 
     @cached_property
     def labels(self) -> list[str]:
-        """What tells devices apart: kind and host."""
+        """What distinguishes devices: kind and host."""
         return [f"{each.kind.name} {each.host}" for each in self.problem.cluster.devices]
 
     # ---- replicas that are not alike, and fewer devices
 
-    def draft_unlike(self) -> None:
-        """Devices in blocks, each block with a model replica, or alike ones, of its own shape."""
-        for number, (estimate_s, candidate) in enumerate(self.blocks.unlike(), start=1):
+    def draft_heterogeneous(self) -> None:
+        """Devices in parts, each part with a model replica, or alike ones, of its own shape."""
+        for number, (estimate_s, candidate) in enumerate(self.partitions.candidates(), start=1):
             best = self.best
-            limit_s = math.inf if best is None else self.budget.unlike_slower * best.score_s
-            if number > self.budget.unlike or estimate_s > limit_s:
+            limit_s = math.inf if best is None else self.budget.heterogeneous_slower * best.score_s
+            if number > self.budget.heterogeneous or estimate_s > limit_s:
                 break
-            self.report("unlike replicas", number, self.budget.unlike)
+            self.report("heterogeneous replicas", number, self.budget.heterogeneous)
             self.draft(candidate)
 
     def draft_smaller(self) -> None:
-        """The same on fewer devices: some make the step longer."""
+        """Drafts candidates on fewer devices: some make the step longer."""
         if self.settings.num_stages is not None or self.measures[0].zero:
             return
         found: list[Estimate] = []
@@ -430,7 +430,7 @@ class Search(Tries):
     def _near(self, candidate: Candidate) -> Iterator[Candidate]:
         """What differs from a candidate in one cut, one number or one device."""
         yield from nudged(candidate, self.settings, self.outline)
-        if self.blocks.are_allowed:
+        if self.partitions.are_allowed:
             yield from moved_devices(candidate, self.outline)
 
 

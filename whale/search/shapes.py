@@ -39,7 +39,7 @@ MOST_SHAPES = 20_000
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """Devices that nothing tells apart."""
+    """Devices that nothing distinguishes."""
 
     kind: DeviceKind
     hosts: tuple[str, ...]
@@ -221,54 +221,54 @@ def _all_subsets(cluster: Cluster) -> list[tuple[int, ...]]:
     return list(found.values())
 
 
-def blocks_of(cluster: Cluster) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Two or more blocks of devices, each of which may have model replicas of its own shape: whole
-    classes, and on small clusters any devices; those in no block take no part.
+def partitions_of(cluster: Cluster) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Two or more parts of the devices, each of which may have model replicas of its own shape:
+    whole classes, and on small clusters any devices. Devices in none of them do not train.
     """
     everything = tuple(range(cluster.num_devices))
     if len(everything) > FEW_PARTS:
-        yield from partitions(device_classes(cluster))
+        yield from class_partitions(device_classes(cluster))
         return
     labels = [str((device.kind, device.host)) for device in cluster.devices]
     seen: set[object] = set()
     for ranks in (everything, *_all_subsets(cluster)):
-        for blocks in _set_partitions(ranks):
-            key = tuple(sorted(tuple(sorted(labels[rank] for rank in each)) for each in blocks))
-            if len(blocks) > 1 and key not in seen:
+        for parts in _set_partitions(ranks):
+            key = tuple(sorted(tuple(sorted(labels[rank] for rank in each)) for each in parts))
+            if len(parts) > 1 and key not in seen:
                 seen.add(key)
-                yield blocks
+                yield parts
 
 
 def _set_partitions(ranks: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Every way to put ranks into blocks."""
+    """Every way to put ranks into parts."""
     if not ranks:
         yield ()
         return
     first = ranks[:1]
     rest = ranks[1:]
-    for blocks in _set_partitions(rest):
-        yield (first, *blocks)
-        for place, block in enumerate(blocks):
-            yield (*blocks[:place], first + block, *blocks[place + 1 :])
+    for parts in _set_partitions(rest):
+        yield (first, *parts)
+        for place, part in enumerate(parts):
+            yield (*parts[:place], first + part, *parts[place + 1 :])
 
 
-def partitions(
+def class_partitions(
     classes: Sequence[DeviceClass], most: int = MOST_CLASSES
 ) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """The ranks of some classes in two or more blocks, each block some of the classes."""
+    """The ranks of some classes in two or more parts, each part some of the classes."""
     if len(classes) > most:
         return
 
-    def assign(place: int, blocks: list[list[int]]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    def assign(place: int, parts: list[list[int]]) -> Iterator[tuple[tuple[int, ...], ...]]:
         if place == len(classes):
-            if len(blocks) > 1:
-                yield tuple(tuple(sorted(block)) for block in blocks)
+            if len(parts) > 1:
+                yield tuple(tuple(sorted(part)) for part in parts)
             return
         ranks = list(classes[place].ranks)
-        for index in range(len(blocks)):
+        for index in range(len(parts)):
             yield from assign(
-                place + 1, [*blocks[:index], blocks[index] + ranks, *blocks[index + 1 :]]
+                place + 1, [*parts[:index], parts[index] + ranks, *parts[index + 1 :]]
             )
-        yield from assign(place + 1, [*blocks, ranks])
+        yield from assign(place + 1, [*parts, ranks])
 
     yield from assign(0, [])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from whale.names import count
 from whale.planning.problem import Problem
 from whale.plans.shares import DoesNotFit
 from whale.search.budget import Budget
@@ -67,6 +68,14 @@ class Tries:
     @property
     def best(self) -> Drafted | None:
         return min(self.drafted, key=lambda each: each.score_s, default=None)
+
+    @property
+    def summary(self) -> str:
+        """What was estimated and made, in words."""
+        interrupted = ", interrupted" if self.is_interrupted else ""
+        sliced = "" if self.slices is None else f", {self.slices.text}"
+        estimates = count(self.num_estimates, "arrangement")
+        return f"{estimates} estimated, {count(len(self.tried), 'plan')} made{sliced}{interrupted}"
 
     def run(self) -> None:
         """Fills `drafted`; an interrupt ends it with what is there."""

@@ -70,7 +70,7 @@ class ZeroTerms:
         return self._with(seconds, gathered * byte_s / 2, trained_bytes)
 
     def backward_s(self, seconds: float, trained_bytes: float, byte_s: float) -> float:
-        """The same of a backward."""
+        """Seconds of a backward with its messages. `byte_s`: as in `forward_s`."""
         sent = trained_bytes if self.level >= GRADIENTS_TOO else 0.0
         sent += trained_bytes if self.level >= WEIGHTS_TOO else 0.0
         return self._with(seconds, sent * byte_s / 2, trained_bytes)

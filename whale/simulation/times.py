@@ -82,7 +82,7 @@ class Times:
         return transfers.longest_s(alone_s, num_samples, self.figures.overlaps)
 
     def alone_seconds(self, action: Action, rank: int, num_samples: float) -> float:
-        """The same if nothing moved from and to the memories of the host."""
+        """Seconds of an action if nothing moved from and to the memories of the host."""
         if not self.plan.is_uniform:
             return self.of_rank(rank).alone_seconds(action, rank, num_samples)
         kind = self.plan.device_kinds[rank]

@@ -1,4 +1,4 @@
-"""Model replicas that are not alike: devices in blocks, each block with the shape that is best for
+"""Model replicas that are not alike: devices in parts, each part with the shape that is best for
 its devices and its part of the samples.
 """
 
@@ -12,7 +12,7 @@ from whale.plans.shares import shares_of_series
 from whale.search.candidate import Candidate, ReplicaChoice
 from whale.search.moves import best_cuts
 from whale.search.point import Estimate, Point, Shape
-from whale.search.shapes import blocks_of
+from whale.search.shapes import partitions_of
 
 if TYPE_CHECKING:
     from whale.search.search import Search
@@ -22,8 +22,8 @@ SHARINGS = 2
 
 
 @dataclass
-class Blocks:
-    """The estimates of one search for blocks of devices."""
+class Partitions:
+    """Estimates of one search for parts of the devices that have replicas of their own shape."""
 
     search: Search
     _best: dict[tuple[tuple[str, ...], int], list[Estimate]] = field(
@@ -37,28 +37,28 @@ class Blocks:
         has_stages = search.settings.num_stages is not None
         return search.most_wide > 1 and not has_stages and not search.measures[0].zero
 
-    def unlike(self) -> list[tuple[float, Candidate]]:
+    def candidates(self) -> list[tuple[float, Candidate]]:
         """(estimated seconds, candidate) of model replicas that are not alike, the best first."""
         if not self.are_allowed:
             return []
         found: list[tuple[float, Candidate]] = []
         best = self.search.best
-        for blocks in blocks_of(self.search.problem.cluster):
-            everyone = tuple(sorted(rank for ranks in blocks for rank in ranks))
+        for parts in partitions_of(self.search.problem.cluster):
+            everyone = tuple(sorted(rank for ranks in parts for rank in ranks))
             least_s = self.search.estimator.bound(Point(Shape(((everyone,),)), 1))
             if best is not None and least_s > best.score_s:
                 continue  # too few devices, whatever they do
-            for estimated in self._of_blocks(blocks):
+            for estimated in self._of_partition(parts):
                 if not estimated[1].are_alike:
                     found.append(estimated)
         return sorted(found, key=lambda each: each[0])
 
-    def _of_blocks(self, blocks: Sequence[tuple[int, ...]]) -> list[tuple[float, Candidate]]:
-        """(estimated seconds, candidate) with the best shapes of every block for its samples: first
+    def _of_partition(self, parts: Sequence[tuple[int, ...]]) -> list[tuple[float, Candidate]]:
+        """(estimated seconds, candidate) with the best shapes of every part for its samples: first
         by the speed of its devices, then by that of its best shape.
         """
         speeds = []
-        for ranks in blocks:
+        for ranks in parts:
             speeds.append(
                 sum(1.0 / self.search.estimator.sample_seconds(rank, 1) for rank in ranks)
             )
@@ -67,8 +67,8 @@ class Blocks:
         for _ in range(SHARINGS):
             shares = self._shares(speeds)
             shapes = [
-                self._best_of_block(ranks, share) if share else []
-                for ranks, share in zip(blocks, shares, strict=True)
+                self._best_of_part(ranks, share) if share else []
+                for ranks, share in zip(parts, shares, strict=True)
             ]
             if not all(shapes):
                 break
@@ -79,34 +79,34 @@ class Blocks:
             speeds = [share / each.step_s for share, each in zip(shares, found, strict=True)]
         if not chosen:
             return []
-        made = [self._candidate(blocks, chosen)]
-        for place, shapes_of_block in enumerate(others):
-            for other in shapes_of_block:
+        made = [self._candidate(parts, chosen)]
+        for place, shapes_of_part in enumerate(others):
+            for other in shapes_of_part:
                 changed = [*chosen[:place], other, *chosen[place + 1 :]]
-                made.append(self._candidate(blocks, changed))
+                made.append(self._candidate(parts, changed))
         return made
 
     def _candidate(
-        self, blocks: Sequence[tuple[int, ...]], chosen: Sequence[Estimate]
+        self, parts: Sequence[tuple[int, ...]], chosen: Sequence[Estimate]
     ) -> tuple[float, Candidate]:
-        """(estimated seconds, candidate) with these shapes of the blocks."""
+        """(estimated seconds, candidate) with these shapes of the parts."""
         replicas: list[ReplicaChoice] = []
-        for ranks, best in zip(blocks, chosen, strict=True):
+        for ranks, best in zip(parts, chosen, strict=True):
             replicas.extend(self._on_ranks(best, ranks))
-        everyone = tuple(sorted(rank for ranks in blocks for rank in ranks))
+        everyone = tuple(sorted(rank for ranks in parts for rank in ranks))
         fewest = min(each.point.shape.num_stages for each in chosen)
         reduced_s = self.search.estimator.messages.whole_reduced_seconds(everyone) / fewest
         made = Candidate(tuple(replicas), self.search.measures[0])
         return _slowest(chosen) + reduced_s, made
 
     def _shares(self, speeds: Sequence[float]) -> tuple[int, ...]:
-        """Samples of every block, by samples per second."""
+        """Samples of every part, by samples per second."""
         batch_size = self.search.problem.batch_size
         series = [[samples / speed for samples in range(batch_size + 1)] for speed in speeds]
         return shares_of_series(batch_size, series)
 
-    def _best_of_block(self, ranks: tuple[int, ...], share: int) -> list[Estimate]:
-        """The best shapes of a block for so many samples, the best first."""
+    def _best_of_part(self, ranks: tuple[int, ...], share: int) -> list[Estimate]:
+        """The best shapes of a part for so many samples, the best first."""
         key = (tuple(sorted(self.search.labels[rank] for rank in ranks)), share)
         if key not in self._best:
             memory = self.search.measures[0]
@@ -118,10 +118,10 @@ class Blocks:
             shapes: dict[object, Estimate] = {}
             for each in found:
                 stages = self._devices_of_stages(each.point.shape)
-                if len(shapes) < self.search.budget.block_shapes and stages not in shapes:
+                if len(shapes) < self.search.budget.part_shapes and stages not in shapes:
                     best = best_cuts(estimator, each, self.search.budget.cut_moves)
                     shapes[stages] = best
-                    # by the samples of the block, not by all
+                    # by the samples of the part, not by all
                     self.search.moved[best, memory] = best
             self._best[key] = list(shapes.values())
         return self._best[key]
@@ -134,7 +134,7 @@ class Blocks:
         return tuple(found)
 
     def _on_ranks(self, estimate: Estimate, ranks: tuple[int, ...]) -> list[ReplicaChoice]:
-        """The replicas of a block's estimate, which may have been made for other devices of the
+        """The replicas of a part's estimate, which may have been made for other devices of the
         same kinds on the same hosts.
         """
         made = self.search.candidate_of(estimate).replicas
