@@ -22,7 +22,7 @@ train: setup
 test: lint
 	$(VENV)/bin/python -m pytest -m "not slow" $(PYTEST_OPTIONS)
 
-test-all: lint browser setup-integrations
+test-all: lint browser setup-integrations $(VENV)/.whale-docs
 	WHALE_THOROUGH=1 $(VENV)/bin/python -m pytest $(PYTEST_OPTIONS)
 
 # on any host with GPUs, with a build of torch that knows them: one report file to attach to an issue

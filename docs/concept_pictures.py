@@ -52,7 +52,7 @@ def flow() -> str:
         ("your model", "plain PyTorch"),
         ("graph", "one DAG with its loss"),
         ("TaskGraphs", "parts with a strategy"),
-        ("plan", "what runs where, and why"),
+        ("plan", "where, when and why"),
         ("programs", "one for each rank"),
     )
     steps = ("capture", "annotate", "plan", "lower")

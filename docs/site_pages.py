@@ -5,24 +5,29 @@ fall behind it: the config, the commands, and the results.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import typer
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
 
 from benchmarks.results import BENCHMARKS
 from whale.cli import app
 from whale.config import Config
+
+if TYPE_CHECKING:  # the tests of these pages run without mkdocs
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Called by mkdocs after it has read the folder."""
+    from mkdocs.structure.files import File
+
     pages = {
         "reference/config.md": config_page(),
         "reference/commands.md": commands_page(),
@@ -161,13 +166,18 @@ def _overview(record: dict[str, Any]) -> list[str]:
     reached = sum(claim["ok"] for claim in claims)
     share = f"{reached} of {len(claims)}"
     return [
-        f"[{record['claim']}](#{record['name']})",
+        f"[{record['claim']}](#{_anchor(record['name'])})",
         record["how"],
         f"{worst['ratio']:.4g}",
         _target(worst),
         share if reached == len(claims) else f"**{share}**",
         record["date"],
     ]
+
+
+def _anchor(name: str) -> str:
+    """`search-by-hand` for `search --by-hand`: the address of a section has no spaces."""
+    return re.sub(r"\W+", "-", name)
 
 
 def _margin(claim: dict[str, Any]) -> float:
@@ -195,7 +205,7 @@ def _result(record: dict[str, Any]) -> str:
         ["machine", record["machine"]],
     ]
     return (
-        f"\n## {record['claim']} {{ #{record['name']} }}\n\n"
+        f"\n## {record['claim']} {{ #{_anchor(record['name'])} }}\n\n"
         + table(["case", "found", "target", "reached", "figures behind it"], rows)
         + "\n"
         + table(["", ""], facts)

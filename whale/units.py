@@ -39,6 +39,14 @@ def human_seconds(seconds: float) -> str:
     return f"{_digits(seconds / 1e-9)} ns"
 
 
+def human_age(seconds: float) -> str:
+    """`42 s`, `39 min`, `5 h`, `3 days`: how long ago something was."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def human_rate(per_s: float) -> str:
     """`131.1`, `26,480`: samples in a second."""
     return f"{per_s:.4g}" if per_s < 10 * STEP else f"{float(f'{per_s:.4g}'):,.0f}"

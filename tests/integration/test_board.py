@@ -98,6 +98,23 @@ def test_a_run_that_is_being_written(port: int, tmp_path: Path) -> None:
     assert [rank["rank"] for rank in run_of(port, "first")["ranks"]] == [1]
 
 
+def test_a_run_that_ended_well_is_finished(port: int, tmp_path: Path) -> None:
+    assert not run_of(port, "first")["is_finished"]
+    finished = tmp_path / "runs" / "first" / "metrics" / "finished.json"
+    finished.write_text('{"step": 2, "ti')  # torn
+    assert not run_of(port, "first")["is_finished"]
+    elsewhere = tmp_path / "finished.json"
+    elsewhere.write_text('{"step": 2, "time": 102.0}')
+    finished.unlink()
+    finished.symlink_to(elsewhere)
+    assert not run_of(port, "first")["is_finished"]
+    finished.unlink()
+    finished.write_text(elsewhere.read_text())
+    assert run_of(port, "first")["is_finished"]
+    page = ask(port, "/")[1]
+    assert '`${run.is_finished ? "finished, " : ""}step ' in page
+
+
 def test_long_curves_are_thinned_out(port: int, tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "long", 5 * MOST_POINTS + 1)
     points = run_of(port, "long")["curves"]["loss"]

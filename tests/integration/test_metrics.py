@@ -70,7 +70,7 @@ def test_top_shows_the_last_step_of_every_rank(tmp_path: Path) -> None:
     )
     assert header.split()[:3] == ["rank", "step", "samples/s"]
     assert [row.split()[:2] for row in rows] == [["0", "2"], ["1", "1"], ["2", "-"]]
-    assert "silent" not in rows[0] and re.search(r"3(\.00)? GB .* \d+ s ago \(silent\)", rows[1])
+    assert "silent" not in rows[0] and re.search(r"3(\.00)? GB +\d+ s ago \(silent\)", rows[1])
 
 
 def test_top_of_nothing_says_where_metrics_come_from(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import whale as wh
@@ -143,6 +145,19 @@ def test_top_says_finished(tmp_path: Path) -> None:
     assert str(running.title).startswith("step") and "silent" in str(
         next(iter(running.columns[-1].cells))
     )
+
+
+def test_top_is_not_cut_off_at_80_columns(tmp_path: Path) -> None:
+    line = {"time": 0.0, "step": 99_999, "loss": 5.39621, "grad_norm": 0.8469, "lr": 2e-4}
+    line |= {"samples_per_s": 12_345.6, "total_s": 0.2384, "memory_bytes": 4.45e8}
+    line |= {"compute_s": 0.1, "communication_s": 0.1, "bubble_s": 0.0384}
+    line |= {"model_flop_utilisation": 8.7e-06}
+    console = Console(file=io.StringIO(), width=80)
+    console.print(metrics_table({100: line}, 2367.0, {"step": 99_999, "time": 0.0}))
+    assert isinstance(console.file, io.StringIO)
+    *_, head, row = console.file.getvalue().splitlines()
+    assert head.split()[0] == "rank" and "…" not in head
+    assert row.split()[0] == "100" and row.endswith("39 min ago")
 
 
 def test_a_new_run_is_not_finished(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -94,9 +95,11 @@ def test_without_accelerators_it_says_why(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = CliRunner().invoke(app, ["doctor"])
+    monkeypatch.setattr(platform, "platform", lambda: "Linux-6.18.44-with-a-long-name")
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     assert "gloo" in result.output
+    assert "…" not in result.output
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
     wrong = CliRunner().invoke(app, ["doctor", "--gpu", "-n", "0"])

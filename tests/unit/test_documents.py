@@ -95,3 +95,16 @@ def test_names_of_the_reference_are_there() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 250
+
+
+def test_the_changelog_has_one_dated_section_for_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    _, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    dated = [section for section in sections if not section.startswith("[Unreleased]")]
+    newest = re.match(r"\[(.*)\] - (20\d\d-\d\d-\d\d)\n", dated[0])
+    assert newest is not None and newest[1] == whale.__version__
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {newest[1]}\ndate-released: {newest[2]}\n" in citation
+    for section in sections:
+        kinds = re.findall(r"^### (.*)", section, re.MULTILINE)
+        assert len(set(kinds)) == len(kinds), f"a kind of change has two lists: {kinds}"

@@ -37,7 +37,7 @@ from whale.plans.plan import (
 from whale.plans.revise import revise
 from whale.plans.samples import with_samples
 from whale.plans.virtual_devices import VirtualDevice
-from whale.report import print_plan, render_plan, summary
+from whale.report import plan_pictures, print_plan, render_plan, summary
 from whale.report.tables import memory_table
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import DeviceTimeline, Timeline
@@ -384,3 +384,20 @@ def test_plans_and_timelines_show_themselves_in_a_notebook() -> None:
     assert shown.startswith("<iframe") and "In plain words" in shown
     assert "<script" not in shown  # escaped, inside of the frame
     assert wh.simulate(plan)._repr_html_().count("<svg") == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("labels", "shown"),
+    [
+        (
+            "transformer.wte .. transformer.h.3, transformer.h.20.ln_2 .. lm_head",
+            "wte .. h.3, h.20.ln_2 .. lm_head",
+        ),
+        ("layers.0 .. layers.3", "layers.0 .. layers.3"),
+        ("encoder.0.norm .. encoder.norm", "encoder.0.norm .. encoder.norm"),
+        ("a.x .. b.y", "a.x .. b.y"),
+        ("", ""),
+    ],
+)
+def test_labels_of_stages_without_the_name_of_the_model(labels: str, shown: str) -> None:
+    assert plan_pictures._without_model_name(labels) == shown

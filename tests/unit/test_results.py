@@ -4,12 +4,14 @@ become tables.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks import results
+from docs import site_pages
 
 ROOT = Path(__file__).parents[2]
 CLAIM = {"ratio": 1.7, "target": 1.5, "at_most": False, "whale_s": 2.1, "parts": [1, 2]}
@@ -52,8 +54,6 @@ def test_a_new_line_takes_the_place_of_the_old_one(
         results.write(made)
     results.write(results.record(benchmark("planning"), line))
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
-    pytest.importorskip("mkdocs")
-    site_pages = pytest.importorskip("docs.site_pages")
     page = site_pages.results_page(tmp_path / "results.jsonl")
     assert r"| a \| b | 1.4 | at least 1.5 | **no** | whale 2.1 s |" in page
     assert r"](#mixed_gpus) | predicted | 1.4 | at least 1.5 | **0 of 1** |" in page
@@ -68,10 +68,22 @@ def test_a_new_line_takes_the_place_of_the_old_one(
 
 
 def test_the_overview_shows_the_case_with_the_worst_margin() -> None:
-    pytest.importorskip("mkdocs")
-    site_pages = pytest.importorskip("docs.site_pages")
     line = {"name": "planning", "ratio": 0.9, "target": 1.0, "ok": True}
     cases = {"near": {"ratio": 0.9, "target": 1.0}, "far": {"ratio": 0.2, "target": 1.0}}
     made = results.record(benchmark("planning"), line | {"details": cases})
     row = site_pages._overview(made)
     assert row[2:5] == ["0.9", "at most 1.0", "2 of 2"]
+
+
+def test_links_of_the_overview_lead_to_their_sections(tmp_path: Path) -> None:
+    made = [
+        results.record(each, {"name": each.script, "ratio": 1.0, "target": 1.0, "ok": True})
+        for each in results.BENCHMARKS
+    ]
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in made))
+    page = site_pages.results_page(path)
+    links = re.findall(r"\]\(#([^)]*)\) \|", page)
+    sections = re.findall(r"\{ #(.*) \}$", page, re.MULTILINE)
+    assert links == sections and len(set(links)) == len(results.BENCHMARKS)
+    assert all(re.fullmatch(r"[\w-]+", link) for link in links)

@@ -295,6 +295,12 @@ def test_picture_drawn_by_hand() -> None:
     ]
 
 
+def test_the_legend_of_a_picture_is_not_cut_off() -> None:
+    lines = draw(build("zero-bubble", StageGraph.chain(2), 16), width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "a is micro-batch 10, b is 11, up to f" in " ".join(lines)
+
+
 def test_picture_is_clipped_to_its_width_and_goes_beyond_ten() -> None:
     schedule = build("gpipe", StageGraph.chain(2), 12)
     whole = draw(schedule).splitlines()
@@ -305,7 +311,7 @@ def test_picture_is_clipped_to_its_width_and_goes_beyond_ten() -> None:
         assert len(short) <= 50
         assert short[-1] == ">"
         assert full.startswith(short[:-1])
-    assert "14 of 39 columns" in clipped[4]
+    assert "14 of 39 columns" in clipped[-2]
     # the bubble is that of the whole schedule, not of the visible part
     assert whole[-1] == clipped[-1] == "bubble 7.7 %"
 

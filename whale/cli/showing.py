@@ -57,7 +57,13 @@ def doctor(
             section = fact.section
             table.add_section()
         mark = {"ok": "", "look": "[yellow]look[/yellow]", "missing": "[red]missing[/red]"}
-        table.add_row(fact.section, fact.name, Text(fact.value), mark[fact.status], fact.advice)
+        table.add_row(
+            fact.section,
+            fact.name,
+            Text(fact.value, overflow="fold"),
+            mark[fact.status],
+            fact.advice,
+        )
     Console().print(table)
     is_well = all(fact.status != "missing" for fact in facts)
     if gpu:

@@ -85,7 +85,6 @@ def html(plan: Plan, timeline: Timeline) -> str:
         summary=summary(plan),
         story=story(plan, timeline),
         facts=_facts(timeline),
-        limit=timeline.limit,
         pictures=pictures,
         work=_work(plan, timeline),
         memory=_memory(timeline),

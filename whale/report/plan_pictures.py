@@ -4,6 +4,7 @@ is one SVG, made for a laptop.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
@@ -212,11 +213,24 @@ def _stages_box(
     drawing.text(10, y + 18, f"{word} {numbers}", 13, bold=True)
     layers = layers_of(stages) if len(plan.stages) > 1 else "all layers"
     drawing.text(left - 34, y + 18, shortened(layers, 12, 220), anchor="end", fill=WEAK)
-    drawing.text(10, y + 36, shortened(graphs, 12, left - 44))
+    drawing.text(10, y + 36, shortened(_without_model_name(graphs), 12, left - 44))
     work = human_flop(sum(stage.forward_flop for stage in stages))
     held = human_bytes(sum(stage.parameter_bytes for stage in stages))
     text = shortened(f"forward {work}, parameters {held}", 11, left - 44)
     drawing.text(10, y + 54, text, 11, fill=WEAK)
+
+
+def _without_model_name(labels: str) -> str:
+    """`wte .. h.3` for `transformer.wte .. transformer.h.3`: the first part of the names goes where
+    most names share it, unless a bare number would be left.
+    """
+    names = re.findall(r"[\w.]+\w", labels)
+    counted = Counter(name.partition(".")[0] for name in names)
+    first = max(counted, key=counted.__getitem__, default="")
+    start = rf"(?<![\w.]){re.escape(first)}\."
+    if 2 * counted[first] <= len(names) or re.search(rf"{start}\d", labels):
+        return labels
+    return re.sub(start, "", labels)
 
 
 def _device(plan: Plan, stage: int) -> int:

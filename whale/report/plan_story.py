@@ -22,8 +22,8 @@ def story(plan: Plan, timeline: Timeline) -> list[str]:
 
 
 def _shape(plan: Plan) -> str:
-    kinds = [f"{number} {kind}" for kind, number in Counter(plan.device_kinds).items()]
-    on = f"on {' and '.join(kinds)}"
+    kinds = [f"{number} x {kind}" for kind, number in Counter(plan.device_kinds).items()]
+    on = f"on {' and '.join(filter(None, [', '.join(kinds[:-1]), kinds[-1]]))}"
     if not plan.is_uniform:
         return (
             f"{plan.num_replicas} copies of the model that are cut differently run side by side "
@@ -36,7 +36,7 @@ def _shape(plan: Plan) -> str:
         copies = f", and {plan.num_replicas} copies of it share every mini-batch"
     pieces = ""
     if plan.num_micro_batch > 1:
-        pieces = f" in {plan.num_micro_batch} micro-batches ({plan.schedule.name})"
+        pieces = f" in {plan.num_micro_batch} micro-batches, schedule {plan.schedule.name}"
     samples = count(plan.batch_size, "sample")
     return f"The model is {cut} {on}{copies}; a step trains on {samples}{pieces}."
 

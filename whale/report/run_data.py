@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from whale.metric_files import lines_of, rank_files
+from whale.metric_files import finished_file, lines_of, rank_files, read_finished
 
 MOST_POINTS = 600
 """of a curve; a browser draws no more"""
@@ -57,7 +57,9 @@ class Runs:
         return records
 
     def run(self, name: str) -> dict[str, Any] | None:
-        """Curves, the time split of every rank, checkpoints; None for a name that is no run's."""
+        """Curves, the time split of every rank, checkpoints, whether it ended well; None for a name
+        that is no run's.
+        """
         folder = self.folders().get(name)
         if folder is None:
             return None
@@ -73,6 +75,7 @@ class Runs:
             "ranks": ranks,
             "checkpoints": _checkpoints(folder),
             "has_plan": _plan_file(folder) is not None,
+            "is_finished": _is_finished(folder),
         }
 
     def plan_file(self, name: str) -> Path | None:
@@ -151,6 +154,12 @@ def _checkpoints(folder: Path) -> list[str]:
         return sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
     except OSError:
         return []
+
+
+def _is_finished(folder: Path) -> bool:
+    """Whether rank 0 wrote that the run ended well; a link out of the run says nothing about it."""
+    is_inside = finished_file(folder).resolve().is_relative_to(folder)
+    return is_inside and read_finished(folder) is not None
 
 
 def _plan_file(folder: Path) -> Path | None:

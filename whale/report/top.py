@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from whale.metric_files import last_metrics, read_finished
-from whale.units import human_bytes, human_seconds
+from whale.units import human_age, human_bytes, human_seconds
 
 STALE_S = 10.0  # a rank that wrote nothing for so long is marked
 
@@ -29,16 +29,17 @@ def metrics_table(
         f"{ended}step {newest['step']}: loss {newest['loss']:.6g}, gradient norm "
         f"{newest['grad_norm']:.4g}, learning rate {newest['lr']:.4g}"
     )
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    # narrow enough for a terminal of 80 columns
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in (
         "rank",
         "step",
         "samples/s",
         "step time",
         "compute",
-        "communication",
+        "comm.",
         "bubble",
-        "utilisation",
+        "MFU",
         "memory",
         "last seen",
     ):
@@ -58,9 +59,9 @@ def metrics_table(
                 f"{100 * line[part] / total:.0f} %"
                 for part in ("compute_s", "communication_s", "bubble_s")
             ),
-            f"{100 * line['model_flop_utilisation']:.2g} %",
+            f"{100 * line['model_flop_utilisation']:.1f} %",
             human_bytes(line["memory_bytes"]),
-            f"{age:.0f} s ago" + (" (silent)" if age > STALE_S and finished is None else ""),
+            f"{human_age(age)} ago" + (" (silent)" if age > STALE_S and finished is None else ""),
         )
     return table
 

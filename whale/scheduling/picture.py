@@ -12,6 +12,7 @@ Chunks of one device share its row. A split backward is drawn as `0-` (input gra
 
 from __future__ import annotations
 
+import textwrap
 from fractions import Fraction
 
 from whale.names import count
@@ -34,7 +35,7 @@ def draw(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, width:
     """Text picture of a checked schedule when every forward and backward takes these times and
     messages take none.
 
-    Rows longer than `width` characters end with `>`. The last line is the bubble: the part of the
+    Rows longer than `width` characters end with `>`; the legend is wrapped. The last line is the bubble: the part of the
     devices' time that is idle.
     """
     if forward <= 0 or backward <= 0:
@@ -62,7 +63,7 @@ def draw(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, width:
             else "".join(row)
         )
         lines.append((label.ljust(label_width) + shown).rstrip())
-    lines.append(_legend(schedule))
+    lines += textwrap.wrap(_legend(schedule), width)
     if _is_clipped(rows[0], width - label_width):
         lines.append(f"{CLIPPED} clipped: {visible} of {num_columns} columns are shown")
     lines.append(f"bubble {100 * bubble(schedule, forward, backward):.1f} %")
