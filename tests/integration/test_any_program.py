@@ -408,6 +408,22 @@ class Balanced(nn.Module):
         return F.cross_entropy(self.layer(x), labels, weight=weight)
 
 
+class TwoViews(nn.Module):
+    """Two inputs joined before anything says that they have the same number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        both = F.normalize(self.layer(torch.cat([one, other])), dim=-1)
+        num_samples = one.shape[0]
+        itself = torch.eye(2 * num_samples, dtype=torch.bool)
+        scores = (both @ both.T).masked_fill(itself, -1e9)
+        place = torch.arange(num_samples)
+        return F.cross_entropy(scores, torch.cat([place + num_samples, place]))
+
+
 class Ungrateful(nn.Module):
     """Takes the labels and does nothing with them."""
 
@@ -479,6 +495,17 @@ def test_trains_like_local(name: str) -> None:
     losses.append(engine.step(data[1]).loss)
     weights = engine.full_state_dict()
     compare(reference, Trace(losses, gradients, {key: weights[key] for key in reference.weights}))
+
+
+def test_two_views_are_compared_in_one_place() -> None:
+    torch.manual_seed(0)
+    model = TwoViews()
+    data = [(rows(number, WIDTH), rows(number, WIDTH)) for number in (4, 6)]
+    reference = local_training(deepcopy(model), data, None, sgd)
+    wh.init(wh.Config({"num_micro_batch": 1}))
+    engine = wh.parallelize(model, data[0], optimizer=sgd)
+    assert [engine.step(batch).loss for batch in data] == pytest.approx(reference.losses, rel=1e-12)
+    assert engine.num_captures == 1
 
 
 EINX: dict[str, Callable[[Any, Tensor], Tensor]] = {
