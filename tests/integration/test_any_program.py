@@ -408,6 +408,24 @@ class Balanced(nn.Module):
         return F.cross_entropy(self.layer(x), labels, weight=weight)
 
 
+class MaskToken(nn.Module):
+    """Masked places get one learned vector, places that are fixed another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+        self.token = nn.Parameter(torch.ones(WIDTH, dtype=DOUBLE))
+        self.first = nn.Parameter(torch.ones(1, WIDTH, dtype=DOUBLE))
+        self.register_buffer("is_first", torch.tensor([True, False, False]))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.layer(x) * 2
+        other_strides = mask.T.contiguous().T
+        hidden[other_strides] = self.token * 2
+        hidden[:, self.is_first] = self.first
+        return self.layer(hidden.view(-1, WIDTH)).square().mean()
+
+
 class TwoViews(nn.Module):
     """Two inputs joined before anything says that they have the same number of samples."""
 
@@ -469,6 +487,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "Function with two results": (lambda: WithFunction(two_results), lambda: rows(8, WIDTH)),
     "recurrent layers": (lambda: Recurrent(), lambda: rows(8, 40, WIDTH)),
     "vector-quantised": (Quantised, lambda: rows(8, WIDTH)),
+    "a vector written to masked places": (
+        MaskToken,
+        lambda: (rows(8, 3, WIDTH), torch.rand(8, 3) < 0.5),
+    ),
     "CTC loss, mean": (lambda: Speech("mean"), long_speech),
     "CTC loss, sum without infinities": (lambda: Speech("sum", zero_infinity=True), speech),
     "number of each class": (Balanced, lambda: (rows(8, WIDTH), torch.randint(0, 5, (8,)))),
