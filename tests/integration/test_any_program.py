@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 
 import whale as wh
 from tests.exactness import Trace, compare, local_training
@@ -426,6 +426,23 @@ class MaskToken(nn.Module):
         return self.layer(hidden.view(-1, WIDTH)).square().mean()
 
 
+class WithDistributions(nn.Module):
+    """Distributions look at all values that they are given, unless they are told not to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = nn.Linear(WIDTH, 3, dtype=DOUBLE)
+        self.latent = nn.Linear(WIDTH, 4, dtype=DOUBLE)
+
+    def forward(self, x: Tensor, action: Tensor) -> Tensor:
+        choice = distributions.Categorical(logits=self.policy(x))
+        mean, scale = self.latent(x).chunk(2, -1)
+        posterior = distributions.Normal(mean, scale.exp())
+        prior = distributions.Normal(0.0, torch.ones(2, dtype=DOUBLE))
+        divergence = distributions.kl_divergence(posterior, prior).sum(-1)
+        return (divergence - choice.log_prob(action) - choice.entropy()).mean()
+
+
 class TwoViews(nn.Module):
     """Two inputs joined before anything says that they have the same number of samples."""
 
@@ -491,6 +508,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
         MaskToken,
         lambda: (rows(8, 3, WIDTH), torch.rand(8, 3) < 0.5),
     ),
+    "distributions": (WithDistributions, lambda: (rows(8, WIDTH), torch.randint(0, 3, (8,)))),
     "CTC loss, mean": (lambda: Speech("mean"), long_speech),
     "CTC loss, sum without infinities": (lambda: Speech("sum", zero_infinity=True), speech),
     "number of each class": (Balanced, lambda: (rows(8, WIDTH), torch.randint(0, 5, (8,)))),
