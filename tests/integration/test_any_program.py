@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
 
 import whale as wh
 from tests.exactness import Trace, compare, local_training
@@ -408,6 +408,57 @@ class Balanced(nn.Module):
         return F.cross_entropy(self.layer(x), labels, weight=weight)
 
 
+class MaskToken(nn.Module):
+    """Masked places get one learned vector, places that are fixed another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+        self.token = nn.Parameter(torch.ones(WIDTH, dtype=DOUBLE))
+        self.first = nn.Parameter(torch.ones(1, WIDTH, dtype=DOUBLE))
+        self.register_buffer("is_first", torch.tensor([True, False, False]))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.layer(x) * 2
+        other_strides = mask.T.contiguous().T
+        hidden[other_strides] = self.token * 2
+        hidden[:, self.is_first] = self.first
+        return self.layer(hidden.view(-1, WIDTH)).square().mean()
+
+
+class WithDistributions(nn.Module):
+    """Distributions look at all values that they are given, unless they are told not to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = nn.Linear(WIDTH, 3, dtype=DOUBLE)
+        self.latent = nn.Linear(WIDTH, 4, dtype=DOUBLE)
+
+    def forward(self, x: Tensor, action: Tensor) -> Tensor:
+        choice = distributions.Categorical(logits=self.policy(x))
+        mean, scale = self.latent(x).chunk(2, -1)
+        posterior = distributions.Normal(mean, scale.exp())
+        prior = distributions.Normal(0.0, torch.ones(2, dtype=DOUBLE))
+        divergence = distributions.kl_divergence(posterior, prior).sum(-1)
+        return (divergence - choice.log_prob(action) - choice.entropy()).mean()
+
+
+class TwoViews(nn.Module):
+    """Two inputs joined before anything says that they have the same number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        both = F.normalize(self.layer(torch.cat([one, other])), dim=-1)
+        num_samples = one.shape[0]
+        itself = torch.eye(2 * num_samples, dtype=torch.bool)
+        scores = (both @ both.T).masked_fill(itself, -1e9)
+        place = torch.arange(num_samples)
+        return F.cross_entropy(scores, torch.cat([place + num_samples, place]))
+
+
 class Ungrateful(nn.Module):
     """Takes the labels and does nothing with them."""
 
@@ -453,6 +504,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "Function with two results": (lambda: WithFunction(two_results), lambda: rows(8, WIDTH)),
     "recurrent layers": (lambda: Recurrent(), lambda: rows(8, 40, WIDTH)),
     "vector-quantised": (Quantised, lambda: rows(8, WIDTH)),
+    "a vector written to masked places": (
+        MaskToken,
+        lambda: (rows(8, 3, WIDTH), torch.rand(8, 3) < 0.5),
+    ),
+    "distributions": (WithDistributions, lambda: (rows(8, WIDTH), torch.randint(0, 3, (8,)))),
     "CTC loss, mean": (lambda: Speech("mean"), long_speech),
     "CTC loss, sum without infinities": (lambda: Speech("sum", zero_infinity=True), speech),
     "number of each class": (Balanced, lambda: (rows(8, WIDTH), torch.randint(0, 5, (8,)))),
@@ -479,6 +535,17 @@ def test_trains_like_local(name: str) -> None:
     losses.append(engine.step(data[1]).loss)
     weights = engine.full_state_dict()
     compare(reference, Trace(losses, gradients, {key: weights[key] for key in reference.weights}))
+
+
+def test_two_views_are_compared_in_one_place() -> None:
+    torch.manual_seed(0)
+    model = TwoViews()
+    data = [(rows(number, WIDTH), rows(number, WIDTH)) for number in (4, 6)]
+    reference = local_training(deepcopy(model), data, None, sgd)
+    wh.init(wh.Config({"num_micro_batch": 1}))
+    engine = wh.parallelize(model, data[0], optimizer=sgd)
+    assert [engine.step(batch).loss for batch in data] == pytest.approx(reference.losses, rel=1e-12)
+    assert engine.num_captures == 1
 
 
 EINX: dict[str, Callable[[Any, Tensor], Tensor]] = {

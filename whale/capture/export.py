@@ -203,7 +203,6 @@ def _export(
     wrapper: _LossOf, inputs: list[torch.Tensor], findings: Findings, attempt: _Attempt
 ) -> ExportedProgram:
     """`torch.export` with everything that Whale changes around it."""
-    wrapper.any_batch = attempt.any_batch
     with (
         progress(type(wrapper.model).__name__) as shown,
         warnings.catch_warnings(),
@@ -253,7 +252,6 @@ class _LossOf(torch.nn.Module):
         self.layouts = layouts
         self.task = task
         self.with_outputs = with_outputs
-        self.any_batch = True
         self.seen = Seen()
 
     def forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -274,7 +272,7 @@ class _LossOf(torch.nn.Module):
     def _call(
         self, layout: BatchLayout, tensors: list[torch.Tensor], keep_rebuilt: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        _equal_lengths(layout, tensors, self.any_batch)
+        _equal_sizes(layout, tensors)
         batch = layout.rebuild(tensors)
         with assigned_buffers_written(self.model, keep_rebuilt) as rebuilt:
             output, loss = self.task.run(self.model, batch)
@@ -345,14 +343,15 @@ def _symbolic_dims(layout: BatchLayout, any_batch: bool) -> list[dict[int, Any] 
     return found
 
 
-def _equal_lengths(layout: BatchLayout, tensors: Sequence[torch.Tensor], any_batch: bool) -> None:
+def _equal_sizes(layout: BatchLayout, tensors: Sequence[torch.Tensor]) -> None:
     """Tells the export which dims have one size in every batch, so that they become one symbol;
-    `Conditions` holds batches to that. A named dim of the samples is one symbol anyway.
+    `Conditions` holds batches to that. A name of dims (`Dim("batch")`) says it only at the end: a
+    model that joins two inputs has a sum of two symbols until then.
     """
     sizes: dict[str, Any] = {}
     for tensor, described in zip(tensors, layout.tensors, strict=True):
         named = list(described.lengths)
-        if described.batched and not any_batch:
+        if described.batched:
             named.append((0, "batch"))
         for dim, name in named:
             first = sizes.setdefault(name, tensor.shape[dim])

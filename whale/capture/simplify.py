@@ -1,6 +1,8 @@
 """The pass that removes from a captured graph what costs time and changes nothing.
 
 - Operations that only hand on their input are skipped.
+- `x[mask] = value` becomes `where`, which leaves every row of `x` in its place: rows that a mask
+  picks cannot be told apart by sample.
 - Other names of `cat` become `cat`, the one that the table of operations and the rules know.
 - A copy behind attention that only the attention kernel of some devices needs is left to `reshape`,
   so that the graph is the same for all of them.
@@ -24,6 +26,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from whale.capture.graph import insert_call
 from whale.capture.ops import FINAL_VALUE, gradient_carriers, remove_dead, returned_argument
 from whale.compat import pytree, schema
 from whale.operations.nodes import argument, aten_name, written_names
@@ -52,6 +55,7 @@ def simplify(graph: Graph, lengths: Mapping[sympy.Symbol, int] = MappingProxyTyp
     )
     other_strides: set[Node] = set()
     for node in list(graph.nodes):
+        _use_where(node)
         _use_cat(node)
         if not keep_strides and _skip_reshape(node):
             if not node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
@@ -85,6 +89,36 @@ def _use_cat(node: Node) -> None:
         # one dim alone: `hstack` joins along it
         node.args = (argument(node, "tensors"), min(dim, rank - 1))
         node.kwargs = {}
+
+
+def _use_where(node: Node) -> None:
+    """Makes `where` of a write to what a mask picks, unless it writes another value to each row."""
+    if aten_name(node) != "index_put" or argument(node, "accumulate"):
+        return
+    indices = argument(node, "indices")
+    mask = indices[-1]
+    if any(index is not None for index in indices[:-1]) or mask.meta["val"].dtype != torch.bool:
+        return
+    x = node.args[0]
+    value = argument(node, "values")
+    assert isinstance(x, Node)
+    num_inner = x.meta["val"].ndim - mask.meta["val"].ndim - len(indices) + 1  # dims of one row
+    outer = value.meta["val"].shape[: max(0, value.meta["val"].ndim - num_inner)]
+    if any(not isinstance(size, int) or size != 1 for size in outer):
+        return
+    for _ in range(num_inner):
+        mask = insert_call(node, torch.ops.aten.unsqueeze.default, (mask, -1), like=node)
+    before = node.meta["val"]
+    node.target = torch.ops.aten.where.self
+    node.args = (mask, value, x)
+    node.kwargs = {}
+    with torch.no_grad():
+        node.meta["val"] = torch.where(mask.meta["val"], value.meta["val"], x.meta["val"])
+    if before.is_contiguous() and not node.meta["val"].is_contiguous():
+        users = list(node.users)
+        after = insert_call(node.next, torch.ops.aten.contiguous.default, (node,), like=node)
+        for user in users:
+            user.replace_input_with(node, after)
 
 
 def _skip_reshape(node: Node) -> bool:

@@ -7,6 +7,8 @@ not hold them as they are. Each computes the same.
                                          is causal, which only chooses a kernel
     F.ctc_loss of padded targets         the losses of the samples, then their mean or sum
     F.gaussian_nll_loss                  a negative variance gives NaN; torch reads all variances to raise
+    torch.distributions                  does not look whether values are possible ones: what comes of others
+                                         is NaN or infinite, which stops the step
     torch.bincount(x, minlength=5)       counts of so many classes: torch's are as many as x has, or more;
                                          a class beyond them stops the step
     torch.arange(2, 5).tolist()          the numbers: they depend on nothing
@@ -49,6 +51,7 @@ def stand_ins() -> Iterator[None]:
         stack.enter_context(code_swapped(inspect.unwrap(F.ctc_loss), _ctc_loss))
         stack.enter_context(code_swapped(inspect.unwrap(F.gaussian_nll_loss), _gaussian_nll_loss))
         stack.enter_context(code_swapped(causal_mask_detection, _is_causal))
+        stack.enter_context(patched(torch.distributions.Distribution, "_validate_args", False))
         stack.enter_context(_KnownNumbers())
         yield
 
