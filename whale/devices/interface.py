@@ -77,6 +77,14 @@ class LocalDevice:
         """
         return None
 
+    loading_at_start: ClassVar[tuple[str, ...]] = ()
+    """environment variable, and the value of it, with which all kernels are loaded at the start"""
+
+    @property
+    def loads_at_start(self) -> bool:
+        """Whether no kernel is loaded when it is first called, which may wait for all that runs."""
+        return True
+
     def facts(self) -> dict[str, str]:
         """What a report about this device says, by its name."""
         return {}
@@ -287,6 +295,13 @@ class Accelerator(LocalDevice):
         if self.count() > 1:
             found["reads memory of devices"] = ", ".join(peers) or "none"
         return found
+
+    @property
+    def loads_at_start(self) -> bool:
+        if not self.loading_at_start:
+            return False
+        variable, value = self.loading_at_start
+        return os.environ.get(variable) == value
 
     def reaches(self, other: int) -> bool:
         """Whether it can read the memory of another device of this host directly."""

@@ -43,6 +43,7 @@ class CudaDevice(Accelerator):
     type = "cuda"
     backend = NCCL
     queues_variable = "CUDA_DEVICE_MAX_CONNECTIONS"
+    loading_at_start = ("CUDA_MODULE_LOADING", "EAGER")
 
     @staticmethod
     def count() -> int:
@@ -99,6 +100,7 @@ class RocmDevice(CudaDevice):
 
     backend = RCCL
     queues_variable = "GPU_MAX_HW_QUEUES"
+    loading_at_start = ("HIP_ENABLE_DEFERRED_LOADING", "0")
 
     @staticmethod
     def count() -> int:
