@@ -37,6 +37,16 @@ def attention_kernels() -> tuple[bool, ...]:
     )
 
 
+def float32_precision() -> str:
+    """`torch.get_float32_matmul_precision()`, which raises where a script has allowed TF32 by the
+    newer names (`torch.backends.cuda.matmul.fp32_precision`).
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+
+
 class CudaDevice(Accelerator):
     """A GPU of NVIDIA behind torch's `cuda` module, with NCCL between processes."""
 
@@ -84,15 +94,22 @@ class CudaDevice(Accelerator):
     def forbid_tf32(self) -> None:
         super().forbid_tf32()
         torch.backends.cudnn.allow_tf32 = False  # convolutions, allowed by default
+        # where `torch.backends.fp32_precision` allows it, the older names leave it so
+        for kind in (
+            torch.backends.cuda.matmul,
+            torch.backends.cudnn.conv,
+            torch.backends.cudnn.rnn,
+        ):
+            kind.fp32_precision = "ieee"
 
     @contextlib.contextmanager
     def tf32(self, is_allowed: bool) -> Iterator[None]:
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = is_allowed
+        before = float32_precision()
+        torch.set_float32_matmul_precision("high" if is_allowed else "highest")
         try:
             yield
         finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+            torch.set_float32_matmul_precision(before)
 
 
 class RocmDevice(CudaDevice):
