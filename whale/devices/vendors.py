@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,11 +96,8 @@ class CudaDevice(Accelerator):
         super().forbid_tf32()
         torch.backends.cudnn.allow_tf32 = False  # convolutions, allowed by default
         # where `torch.backends.fp32_precision` allows it, the older names leave it so
-        for kind in (
-            torch.backends.cuda.matmul,
-            torch.backends.cudnn.conv,
-            torch.backends.cudnn.rnn,
-        ):
+        newer: Any = torch.backends  # torch's types do not have these names
+        for kind in (newer.cuda.matmul, newer.cudnn.conv, newer.cudnn.rnn):
             kind.fp32_precision = "ieee"
 
     @contextlib.contextmanager
