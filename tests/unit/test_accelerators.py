@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +113,31 @@ def test_equal_gpus_stay_equal() -> None:
     t4 = device_kind("T4")
     found = [kind.memory_bytes for kind in with_least_memory([*kinds, t4])]
     assert found == [79 * GIB, 79 * GIB, 40 * GIB, t4.memory_bytes]
+
+
+# ---- streams of the device that is meant, whatever the current one of a thread is
+
+
+class TwoGpus(CudaDevice):
+    """The second of two GPUs, in a thread whose current device is the first."""
+
+    module = SimpleNamespace(
+        Stream=lambda device="cuda:0": f"side stream of {device}",
+        current_stream=lambda device="cuda:0": SimpleNamespace(
+            wait_event=lambda moment: waited.append((device, moment))
+        ),
+    )
+
+
+waited: list[tuple[str, str]] = []
+
+
+def test_streams_are_those_of_the_device() -> None:
+    """A batch that a thread copied would have been waited for on another device's stream."""
+    gpu = TwoGpus(1)
+    assert gpu._stream("of this test") == "side stream of cuda:1"
+    gpu.follow("arrived")
+    assert waited == [("cuda:1", "arrived")]
 
 
 # ---- TF32 by torch's newer names

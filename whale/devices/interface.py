@@ -363,7 +363,7 @@ class Accelerator(LocalDevice):
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         stream = self._stream("outgoing")
-        stream.wait_stream(self.module.current_stream())
+        stream.wait_stream(self.module.current_stream(self.name))
         with self.module.stream(stream):
             yield
 
@@ -380,14 +380,16 @@ class Accelerator(LocalDevice):
         return pinned
 
     def _stream(self, purpose: str) -> Any:
-        """The device's stream for this purpose."""
+        """The device's stream for this purpose. The device is named: a thread of the user's, one that
+        reads batches ahead, say, begins with device 0 as its current one.
+        """
         key = (self.name, purpose)
         if key not in _SIDE_STREAMS:
-            _SIDE_STREAMS[key] = self.module.Stream()
+            _SIDE_STREAMS[key] = self.module.Stream(self.name)
         return _SIDE_STREAMS[key]
 
     def follow(self, moment: Moment) -> None:
-        self.module.current_stream().wait_event(moment)
+        self.module.current_stream(self.name).wait_event(moment)
 
     @contextlib.contextmanager
     def behind(self, moment: Moment) -> Iterator[None]:
@@ -397,7 +399,7 @@ class Accelerator(LocalDevice):
             yield
 
     def used_here(self, tensor: Tensor) -> None:
-        tensor.record_stream(self.module.current_stream())
+        tensor.record_stream(self.module.current_stream(self.name))
 
     def copy_beside(
         self, copies: Sequence[tuple[Tensor, Tensor]], direction: str, after: Sequence[Moment]
