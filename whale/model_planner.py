@@ -27,6 +27,7 @@ from whale.costs.optimizers import (
     update_work,
 )
 from whale.costs.update_work import UpdateWork
+from whale.devices import float32_precision
 from whale.names import count
 from whale.planning.planner import Problem, fingerprint
 from whale.planning.problem import slow_products
@@ -94,7 +95,7 @@ class ModelPlanner:
             update_work=self._update_work(prepared),
             updates_whole=self._updates_whole(prepared),
             updates_alone=self._updates_alone(prepared),
-            float32_precision=torch.get_float32_matmul_precision(),
+            float32_precision=float32_precision(),
         )
 
     def _state_ratio(self, prepared: CapturedModel) -> float:

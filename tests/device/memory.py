@@ -32,6 +32,7 @@ from tests.device.streams import (
     call_before_waits,
     current_stream,
     errors,
+    load,
     lock,
 )
 
@@ -112,6 +113,7 @@ def forget_peak() -> None:
 
 def launch(name: str, work: Any, reads: Sequence[Any], writes: Sequence[Any]) -> None:
     """Queues `work` on the current stream; raises `DeviceError` where it would race."""
+    load(name)
     stream = current_stream()
     with lock:
         collect_freed()

@@ -16,6 +16,10 @@ class Settings:
     """longest random pause before an operation: shakes the order in which streams run"""
     cold_s: float = 0.0
     """seconds that the first call of each operation takes longer, as kernels are loaded lazily"""
+    loading_waits: int = 0
+    """1: the first call of each operation waits until all that was launched is over, as a driver may
+    do to load its kernel
+    """
     kernel_s: float = 0.0
     """seconds that every operation takes longer, other than copies and messages"""
     num_queues: int = 0

@@ -252,6 +252,19 @@ def synchronize() -> None:
         stream.synchronize()
 
 
+_loaded_by_host: set[str] = set()
+
+
+def load(name: str) -> None:
+    """The first call of an operation may wait for the device (`settings.loading_waits`). It is the
+    driver that waits and may not do so next time, so the clocks do not know of it.
+    """
+    if settings.loading_waits and name.startswith("aten.") and name not in _loaded_by_host:
+        _loaded_by_host.add(name)
+        for stream in list(all_streams):
+            stream.record_event()._done.wait()
+
+
 def note_host_wait(what: str) -> None:
     if threading.current_thread().name in BACKGROUND_THREADS:
         return

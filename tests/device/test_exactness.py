@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.conftest import LATER, TAKEN_IN_TURNS
 from tests.device.collectives import BACKEND
 from tests.device.training import check_on_device, prepare_on_device, train_on_device
 from tests.exactness import Trace, compare
@@ -32,7 +33,22 @@ QUICK = {
 }
 """model -> plans that always run"""
 NUM_QUICK = 20
-"""what issue 15 asks of `make test`"""
+"""rows that `make test` must have"""
+ALWAYS = {
+    "device/test_exactness.py::test_trains_like_the_cpu",
+    "device/test_jobs.py::test_a_job_resumes_on_other_devices",
+    "device/test_jobs.py::test_evaluation_gives_the_local_outputs",
+    "device/test_jobs.py::test_fp16_skips_what_torch_skips",
+    "device/test_jobs.py::test_recomputed_dropout_draws_the_same_numbers",
+    "device/test_jobs.py::test_schedules",
+    "device/test_jobs.py::test_splits",
+    "device/test_mutants.py::test_a_mutant_races",
+    "device/test_mutants.py::test_a_host_read_in_every_micro_batch_is_counted",
+    "device/test_mutants.py::test_receives_in_another_order_are_caught_by_the_numbers",
+    "device/test_streams_of_whale.py::test_row_5_few_queues_do_not_hang",
+    "device/test_streams_of_whale.py::test_rows_12_and_13_host_waits_of_a_step",
+}
+"""what else of this device `make test` must have"""
 
 
 def _rows() -> list[object]:
@@ -88,6 +104,10 @@ def servers() -> Iterator[Servers]:
 
 def test_number_of_rows_that_always_run() -> None:
     assert sum(not row.marks for row in _rows()) >= NUM_QUICK  # type: ignore[attr-defined]
+
+
+def test_nothing_that_always_runs_is_left_to_test_all() -> None:
+    assert not ALWAYS & {*LATER, *TAKEN_IN_TURNS}
 
 
 # not called `plan`: tests/conftest.py would choose which of the table's rows are slow

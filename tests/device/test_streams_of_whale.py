@@ -304,3 +304,29 @@ def test_row_5_few_queues_do_not_hang(server: ModelServer, row: PlanCase, num_qu
     )
     reference = server.run_local(train_locally, row)
     compare(reference, merge([rank.trace for rank in ranks], CASES[MODEL].build()))
+
+
+# ---- kernels are loaded at their first call, which may wait for what spins
+
+
+def train_with_loading(subject: Subject, plan: PlanCase) -> DeviceTrace:
+    settings.loading_waits = 1
+    return train_on_device(subject, plan)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(PLAN_NAMED["2 stages"], id="2 stages"),
+        pytest.param(WAVE, id="wave", marks=SLOW),
+        pytest.param(ZERO_BUBBLE, id="zero-bubble", marks=SLOW),
+        pytest.param(PLAN_NAMED["2 stages x DP 2"], id="2 stages x DP 2", marks=SLOW),
+    ],
+)
+def test_loading_kernels_does_not_hang(server: ModelServer, row: PlanCase) -> None:
+    """Before: the first gradient's receive was posted in front of the first forward, whose kernels
+    could not be loaded before it was over.
+    """
+    ranks = server.run(train_with_loading, row.num_ranks, row, backend=BACKEND, timeout_s=30)
+    reference = server.run_local(train_locally, row)
+    compare(reference, merge([rank.trace for rank in ranks], CASES[MODEL].build()))

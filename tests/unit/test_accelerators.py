@@ -4,7 +4,10 @@ and how much memory is free (issue 15, rows 1 and 8 to 10).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +21,10 @@ from whale.capture.graph import CapturedGraph
 from whale.cluster.discovery import RESERVE, this_kind, with_least_memory
 from whale.cluster.kinds import device_kind
 from whale.compat import fake_mode
-from whale.devices import CudaDevice, GpuProperties, find_device
+from whale.devices import CudaDevice, GpuProperties, find_device, float32_precision
 from whale.lowering.weights import take_weights
 from whale.planning.planner import fingerprint
+from whale.runtime.start import one_precision
 
 
 class Positions(nn.Module):
@@ -109,3 +113,99 @@ def test_equal_gpus_stay_equal() -> None:
     t4 = device_kind("T4")
     found = [kind.memory_bytes for kind in with_least_memory([*kinds, t4])]
     assert found == [79 * GIB, 79 * GIB, 40 * GIB, t4.memory_bytes]
+
+
+# ---- streams of the device that is meant, whatever the current one of a thread is
+
+
+class TwoGpus(CudaDevice):
+    """The second of two GPUs, in a thread whose current device is the first."""
+
+    module = SimpleNamespace(
+        Stream=lambda device="cuda:0": f"side stream of {device}",
+        current_stream=lambda device="cuda:0": SimpleNamespace(
+            wait_event=lambda moment: waited.append((device, moment))
+        ),
+    )
+
+
+waited: list[tuple[str, str]] = []
+
+
+def test_streams_are_those_of_the_device() -> None:
+    """A batch that a thread copied would have been waited for on another device's stream."""
+    gpu = TwoGpus(1)
+    assert gpu._stream("of this test") == "side stream of cuda:1"
+    gpu.follow("arrived")
+    assert waited == [("cuda:1", "arrived")]
+
+
+# ---- TF32 by torch's newer names
+
+TORCH = torch.backends
+PRECISIONS = (
+    TORCH,
+    TORCH.cuda.matmul,
+    TORCH.cudnn,
+    TORCH.cudnn.conv,
+    TORCH.cudnn.rnn,
+)
+
+
+@pytest.fixture
+def tf32_for_all() -> Iterator[None]:
+    """What torch's documentation advises since 2.9; its older function then raises."""
+    before = [kind.fp32_precision for kind in PRECISIONS]
+    for kind in PRECISIONS[1:]:
+        kind.fp32_precision = "none"  # as the first one says
+    TORCH.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+        torch.get_float32_matmul_precision()
+    yield
+    for kind, value in zip(PRECISIONS, before, strict=True):
+        kind.fp32_precision = value
+    # the older names must agree with the newer ones: `torch.export` reads them
+    torch.set_float32_matmul_precision("highest")
+    TORCH.cudnn.allow_tf32 = True
+    assert TORCH.cudnn.allow_tf32
+
+
+class Alone:
+    """A job of two ranks, as one of them sees it."""
+
+    def __init__(self, have_tf32: tuple[bool, bool]) -> None:
+        self.device = CudaDevice(0)
+        self.have_tf32 = have_tf32
+
+    def agree(self, what: str, value: Any, advice: str) -> None:
+        assert value == "high"
+
+    def gather(self, value: bool) -> list[bool]:
+        return list(self.have_tf32)
+
+
+@pytest.mark.usefixtures("tf32_for_all")
+def test_tf32_by_the_newer_names_is_found() -> None:
+    """Before: `wh.parallelize` raised an error of torch about legacy and new APIs."""
+    assert float32_precision() == "high"
+
+
+@pytest.mark.usefixtures("tf32_for_all")
+def test_tf32_by_the_newer_names_is_forbidden_where_a_rank_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, convolutions would have stayed in TF32 on the ranks that have it."""
+    monkeypatch.setattr(CudaDevice, "has_tf32", True)
+    note = one_precision(Alone((True, False)))  # type: ignore[arg-type]
+    assert note is not None and "without TF32: rank 1 has no TF32" in note
+    assert {kind.fp32_precision for kind in PRECISIONS[3:]} == {"ieee"}
+    assert TORCH.cuda.matmul.fp32_precision == "ieee"
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not TORCH.cudnn.allow_tf32
+
+
+@pytest.mark.usefixtures("tf32_for_all")
+def test_measuring_with_tf32_puts_the_setting_back() -> None:
+    with CudaDevice(0).tf32(False):
+        assert float32_precision() == "highest"
+    assert float32_precision() == "high"

@@ -35,3 +35,28 @@ def test_receives_from_several_ranks_have_channels_of_their_own() -> None:
         one_to_three[rank] = [QueuedTransfer(False, (0,)), QueuedTransfer(True, (0,))] * 2
     # the second receive of a channel would block the second send
     assert safe_window(one_to_three, 8) == 1
+
+
+def _with_loads(text: str, peer: int) -> list[QueuedTransfer]:
+    """`S LR`: a send, then kernels that are called for the first time, then a receive."""
+    return [
+        QueuedTransfer(each.endswith("S"), (peer,), each.startswith("L")) for each in text.split()
+    ]
+
+
+def test_kernels_are_loaded_only_where_no_message_waits_for_this_rank() -> None:
+    """1F1B on two stages. The second takes its first activation, loads the kernels of its forward
+    and backward and sends the gradient back, whose receive the first has posted meanwhile.
+    """
+    pipeline = {
+        0: _with_loads("LS S R LS R S R R", 1),
+        1: _with_loads("R LS R S R S R S", 0),
+    }
+    assert safe_window(pipeline, 8) == 1
+    assert safe_window(pipeline, 8, is_first=True) == 0
+
+
+def test_no_window_helps_where_both_load_in_front_of_their_receives() -> None:
+    crossing = {0: _with_loads("S S LR R", 1), 1: _with_loads("S S LR R", 0)}
+    assert safe_window(crossing, 8) == 1
+    assert safe_window(crossing, 8, is_first=True) is None

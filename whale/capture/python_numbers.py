@@ -53,14 +53,11 @@ class _Place:
                 return None
         return self.holder.get(self.key)
 
-    def read(self) -> Any:
-        """The number; of a tensor which one it is and how often it was written to."""
-        value = self.value()
-        return _Written(value) if isinstance(value, Tensor) else value
-
 
 class _Written:
-    """A tensor as it is now. Not by its `id`: that of one that is gone may be another's."""
+    """A tensor as it is now: which one it is, and how often it was written to. Not by its `id`: that of
+    one that is gone may be another's.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = weakref.ref(tensor)
@@ -99,7 +96,13 @@ class PythonNumbers:
 
     def now(self, in_training: bool) -> Numbers:
         """All numbers as they are. In evaluation every module is in eval mode."""
-        numbers = [place.read() for place in self._places]
+        numbers = []
+        for (
+            place
+        ) in self._places:  # in every step, so without a call for those in dicts: most of them
+            holder = place.holder
+            value = holder.get(place.key) if type(holder) is dict else place.value()
+            numbers.append(_Written(value) if isinstance(value, Tensor) else value)
         if not in_training:
             return tuple(numbers)
         if self._model.training:  # else `engine.step` sets the mode, as it was before

@@ -26,7 +26,14 @@ from whale.devices.interface import (
     Moment,
     host_memory_bytes,
 )
-from whale.devices.vendors import DETERMINISTIC, VISIBLE_DEVICES, CudaDevice, RocmDevice, XpuDevice
+from whale.devices.vendors import (
+    DETERMINISTIC,
+    VISIBLE_DEVICES,
+    CudaDevice,
+    RocmDevice,
+    XpuDevice,
+    float32_precision,
+)
 
 __all__ = [
     "ACCELERATORS",
@@ -51,6 +58,7 @@ __all__ = [
     "device_of",
     "device_types",
     "find_device",
+    "float32_precision",
     "hide_accelerators",
     "host_memory_bytes",
     "num_accelerators",

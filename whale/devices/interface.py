@@ -77,6 +77,14 @@ class LocalDevice:
         """
         return None
 
+    loading_at_start: ClassVar[tuple[str, ...]] = ()
+    """environment variable, and the value of it, with which all kernels are loaded at the start"""
+
+    @property
+    def loads_at_start(self) -> bool:
+        """Whether no kernel is loaded when it is first called, which may wait for all that runs."""
+        return True
+
     def facts(self) -> dict[str, str]:
         """What a report about this device says, by its name."""
         return {}
@@ -288,6 +296,13 @@ class Accelerator(LocalDevice):
             found["reads memory of devices"] = ", ".join(peers) or "none"
         return found
 
+    @property
+    def loads_at_start(self) -> bool:
+        if not self.loading_at_start:
+            return False
+        variable, value = self.loading_at_start
+        return os.environ.get(variable) == value
+
     def reaches(self, other: int) -> bool:
         """Whether it can read the memory of another device of this host directly."""
         asked = getattr(self.module, "can_device_access_peer", None)
@@ -348,7 +363,7 @@ class Accelerator(LocalDevice):
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         stream = self._stream("outgoing")
-        stream.wait_stream(self.module.current_stream())
+        stream.wait_stream(self.module.current_stream(self.name))
         with self.module.stream(stream):
             yield
 
@@ -365,14 +380,16 @@ class Accelerator(LocalDevice):
         return pinned
 
     def _stream(self, purpose: str) -> Any:
-        """The device's stream for this purpose."""
+        """The device's stream for this purpose. The device is named: a thread of the user's, one that
+        reads batches ahead, say, begins with device 0 as its current one.
+        """
         key = (self.name, purpose)
         if key not in _SIDE_STREAMS:
-            _SIDE_STREAMS[key] = self.module.Stream()
+            _SIDE_STREAMS[key] = self.module.Stream(self.name)
         return _SIDE_STREAMS[key]
 
     def follow(self, moment: Moment) -> None:
-        self.module.current_stream().wait_event(moment)
+        self.module.current_stream(self.name).wait_event(moment)
 
     @contextlib.contextmanager
     def behind(self, moment: Moment) -> Iterator[None]:
@@ -382,7 +399,7 @@ class Accelerator(LocalDevice):
             yield
 
     def used_here(self, tensor: Tensor) -> None:
-        tensor.record_stream(self.module.current_stream())
+        tensor.record_stream(self.module.current_stream(self.name))
 
     def copy_beside(
         self, copies: Sequence[tuple[Tensor, Tensor]], direction: str, after: Sequence[Moment]

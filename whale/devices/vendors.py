@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,12 +38,23 @@ def attention_kernels() -> tuple[bool, ...]:
     )
 
 
+def float32_precision() -> str:
+    """`torch.get_float32_matmul_precision()`, which raises where a script has allowed TF32 by the
+    newer names (`torch.backends.cuda.matmul.fp32_precision`).
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+
+
 class CudaDevice(Accelerator):
     """A GPU of NVIDIA behind torch's `cuda` module, with NCCL between processes."""
 
     type = "cuda"
     backend = NCCL
     queues_variable = "CUDA_DEVICE_MAX_CONNECTIONS"
+    loading_at_start = ("CUDA_MODULE_LOADING", "EAGER")
 
     @staticmethod
     def count() -> int:
@@ -83,15 +95,19 @@ class CudaDevice(Accelerator):
     def forbid_tf32(self) -> None:
         super().forbid_tf32()
         torch.backends.cudnn.allow_tf32 = False  # convolutions, allowed by default
+        # where `torch.backends.fp32_precision` allows it, the older names leave it so
+        newer: Any = torch.backends  # torch's types do not have these names
+        for kind in (newer.cuda.matmul, newer.cudnn.conv, newer.cudnn.rnn):
+            kind.fp32_precision = "ieee"
 
     @contextlib.contextmanager
     def tf32(self, is_allowed: bool) -> Iterator[None]:
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = is_allowed
+        before = float32_precision()
+        torch.set_float32_matmul_precision("high" if is_allowed else "highest")
         try:
             yield
         finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+            torch.set_float32_matmul_precision(before)
 
 
 class RocmDevice(CudaDevice):
@@ -99,6 +115,7 @@ class RocmDevice(CudaDevice):
 
     backend = RCCL
     queues_variable = "GPU_MAX_HW_QUEUES"
+    loading_at_start = ("HIP_ENABLE_DEFERRED_LOADING", "0")
 
     @staticmethod
     def count() -> int:

@@ -115,10 +115,18 @@ def parts_of_action(bridges: Bridges, action: Action) -> tuple[MessagePart, ...]
 def transfers_of(bridges: Bridges, schedule: Schedule, device: int) -> list[QueuedTransfer]:
     """The sends and receives of a rank of this VirtualDevice, in its order."""
     found = []
+    called: set[tuple[Kind, int]] = set()
+    loads = False
     for action in schedule.orders[device]:
-        if action.is_message:
+        if action.is_compute:
+            # micro-batches of a stage call the same kernels
+            loads = loads or (action.kind, action.stage) not in called
+            called.add((action.kind, action.stage))
+        elif action.is_message:
             peers = {part.peer for part in parts_of_action(bridges, action)}
-            found.append(QueuedTransfer(action.kind is Kind.SEND, tuple(sorted(peers))))
+            is_send = action.kind is Kind.SEND
+            found.append(QueuedTransfer(is_send, tuple(sorted(peers)), loads))
+            loads = False
     return found
 
 

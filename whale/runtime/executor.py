@@ -104,6 +104,10 @@ class Executor:
         self._backward_order = BackwardOrder.of(program.actions)
         self.unconnected: Collection[tuple[int, int]] = ()
         """(source, destination) ranks of all messages of the job, until their channels are made"""
+        self.first_window: int | None = None
+        """receives that are posted ahead until one pass is over, which loads kernels; None: as
+        many as later
+        """
         self.pace = pace
         """how long compute actions take; None: as long as they do"""
         self._has_random = any(chunk.is_random for chunk in program.chunks.values())
@@ -200,8 +204,9 @@ class Executor:
         if self.residence is not None:
             self.residence.begin(self._uses)
         held: list[Tensor | None] = [None] * self.slots.count
+        window = self.window if self.first_window is None else self.first_window
         state = Pass(
-            given, outcome, gradients, updates, self.transport, self._receives, self.window, held
+            given, outcome, gradients, updates, self.transport, self._receives, window, held
         )
         state.late = self.late
         if self.activations is not None and gradients is not None:
@@ -259,6 +264,7 @@ class Executor:
                 )
             if self.transport is not None:
                 self.transport.drain()
+            self.first_window = None
         finally:
             if random_states is not None:
                 device.set_random_states(random_states)

@@ -165,7 +165,7 @@ class ReplicaCheck:
         """
         generator = torch.Generator().manual_seed(0)
         numbers = torch.randint(1 << 62, (TILE,), generator=generator) * 2 + 1
-        return numbers.to(self._ranks.device.name)
+        return self._ranks.device.start_copy(numbers).take()  # `to` would wait for the device
 
     def _compare(self, shared: SharedWeights, group: dist.ProcessGroup | None) -> list[Difference]:
         """Parameters of this rank that differ from the first holder's, whose values they get if

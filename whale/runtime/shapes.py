@@ -59,6 +59,8 @@ class _Channels:
     """receives that are posted ahead"""
     pairs: frozenset[tuple[int, int]] = frozenset()
     """(source, destination) ranks that are to be connected before it runs"""
+    first_window: int | None = None
+    """receives that are posted ahead in the first pass; None: as in all"""
 
 
 class LoweredGraphs:
@@ -351,6 +353,7 @@ class LoweredGraphs:
                 job.zero.residence if job.zero is not None else None,
             )
             self._executors[key].unconnected = channels.pairs
+            self._executors[key].first_window = channels.first_window
             self._executors[key].activations = self._activations
             if job.zero is not None:
                 self._executors[key].late = job.zero.late
@@ -374,14 +377,16 @@ class LoweredGraphs:
             for transfer in own:
                 for peer in transfer.peers:
                     pairs.add((rank, peer) if transfer.is_send else (peer, rank))
-        if job.ranks.device.num_queues is not None and job.ranks.rank in lowered.plan.ranks:
-            _, replica, _ = lowered.plan.place_of_rank(job.ranks.rank)
-            members = {
-                rank for device in lowered.plan.virtual_devices for rank in device.ranks[replica]
-            }  # replicas send each other no messages
-            own_replica = {rank: transfers[rank] for rank in members}
+        if not job.ranks.device.is_accelerator or job.ranks.rank not in lowered.plan.ranks:
+            return _Channels(window, frozenset(pairs))
+        _, replica, _ = lowered.plan.place_of_rank(job.ranks.rank)
+        members = {
+            rank for device in lowered.plan.virtual_devices for rank in device.ranks[replica]
+        }  # replicas send each other no messages
+        own_replica = {rank: transfers[rank] for rank in members}
+        if job.ranks.device.num_queues is not None:
             window = self._safe_window(own_replica, window)
-        return _Channels(window, frozenset(pairs))
+        return _Channels(window, frozenset(pairs), self._first_window(own_replica, window))
 
     def _safe_window(self, transfers: Mapping[int, Sequence[QueuedTransfer]], most: int) -> int:
         """Receives that may be posted ahead, so that none blocks what its message waits for."""
@@ -394,6 +399,23 @@ class LoweredGraphs:
                 self._job.ranks.device.queues_variable,
             )
             return most
+        return window
+
+    def _first_window(
+        self, transfers: Mapping[int, Sequence[QueuedTransfer]], later: int
+    ) -> int | None:
+        """Receives that may be posted ahead while kernels are loaded; None: as many as later."""
+        device = self._job.ranks.device
+        if device.loads_at_start:
+            return None
+        window = safe_window(transfers, later, is_first=True)
+        if window is None:
+            advice = "=".join(device.loading_at_start)
+            logger.warning(
+                "the first step of this schedule may hang: kernels are loaded when they are first "
+                "called, which may wait for messages that wait for this rank. Try: %s",
+                advice or "another schedule",
+            )
         return window
 
 

@@ -11,6 +11,7 @@ import torch
 from whale.capture.batch import digest
 from whale.capture.prepare import CapturedModel
 from whale.config import Config
+from whale.devices import float32_precision
 from whale.distributed.ranks import Ranks
 from whale.dtypes import as_moved, in_memory
 from whale.lowering.weights import (
@@ -36,7 +37,7 @@ def one_precision(ranks: Ranks) -> str | None:
     """Sees to it that float32 products round alike on all ranks; gives what the plan says about it,
     None where it is what torch does by default.
     """
-    precision = torch.get_float32_matmul_precision()
+    precision = float32_precision()
     ranks.agree(
         "torch.get_float32_matmul_precision()",
         precision,

@@ -14,6 +14,13 @@ what a rank launches runs in the order of its host, and
 
 More queues have fewer constraints: what finishes with one queue finishes with any number. Whatever
 can begin stays able to, so going round all ranks until nothing moves finds out whether they finish.
+
+A kernel is loaded when it is first called, and its first calls may allocate memory. Both may make the
+host wait until the device has done all that it was given ("Lazy Loading" in NVIDIA's programming
+guide), posted receives and sends that nobody receives yet among it. So the first pass over an action
+list has a window of its own:
+
+    load              blocks until all sends and receives before it are over
 """
 
 from __future__ import annotations
@@ -29,6 +36,8 @@ class QueuedTransfer(NamedTuple):
 
     is_send: bool
     peers: tuple[int, ...]
+    loads: bool = False
+    """between the one before it and this one, kernels are called for the first time"""
 
 
 class LaunchedStep(Enum):
@@ -37,13 +46,14 @@ class LaunchedStep(Enum):
     SEND = auto()
     RECEIVE = auto()
     WAIT = auto()
+    LOAD = auto()
 
 
 class Launch(NamedTuple):
     """Something that a rank puts into its queue."""
 
     step: LaunchedStep
-    peer: int
+    peer: int = -1
     number: int = 0
     """of a message that is waited for, counted in its channel"""
 
@@ -59,24 +69,29 @@ def last_posted(num_posted: int, num_received: int, window: int, num_receives: i
     return max(num_posted, min(num_receives, num_received + window))
 
 
-def safe_window(transfers: Mapping[int, Sequence[QueuedTransfer]], most: int) -> int | None:
+def safe_window(
+    transfers: Mapping[int, Sequence[QueuedTransfer]], most: int, is_first: bool = False
+) -> int | None:
     """Largest number of receives, at most `most`, that every rank may post ahead so that all ranks
     finish with a single queue; None: there is none, 0 included.
 
-    `transfers`: of each rank, the sends and receives in its order; all ranks that talk.
+    `transfers`: of each rank, the sends and receives in its order; all ranks that talk. `is_first`:
+    in the first pass, which loads kernels.
     """
     for window in range(most, -1, -1):
-        if finishes({rank: launches(own, window) for rank, own in transfers.items()}):
+        if finishes({rank: launches(own, window, is_first) for rank, own in transfers.items()}):
             return window
     return None
 
 
-def launches(transfers: Sequence[QueuedTransfer], window: int) -> list[Launch]:
+def launches(
+    transfers: Sequence[QueuedTransfer], window: int, is_first: bool = False
+) -> list[Launch]:
     """What a rank launches for its sends and receives, as the executor does it."""
-    return list(_launches(transfers, window))
+    return list(_launches(transfers, window, is_first))
 
 
-def _launches(transfers: Sequence[QueuedTransfer], window: int) -> Iterator[Launch]:
+def _launches(transfers: Sequence[QueuedTransfer], window: int, is_first: bool) -> Iterator[Launch]:
     receives = [transfer.peers for transfer in transfers if not transfer.is_send]
     num_posted = 0
     num_received = 0
@@ -90,7 +105,9 @@ def _launches(transfers: Sequence[QueuedTransfer], window: int) -> Iterator[Laun
         num_posted = stop
 
     yield from post(0)
-    for is_send, peers in transfers:
+    for is_send, peers, loads in transfers:
+        if loads and is_first:
+            yield Launch(LaunchedStep.LOAD)
         if is_send:
             yield from (Launch(LaunchedStep.SEND, peer) for peer in peers)
             continue
@@ -110,7 +127,16 @@ def finishes(of_rank: Mapping[int, Sequence[Launch]]) -> bool:
     def num_over(channel: tuple[int, int]) -> int:
         return min(sent[channel], received[channel])
 
+    def is_through(rank: int) -> bool:
+        own_sent = (number <= num_over(each) for each, number in sent.items() if each[0] == rank)
+        own_received = (
+            number <= num_over(each) for each, number in received.items() if each[1] == rank
+        )
+        return all(own_sent) and all(own_received)
+
     def begins(rank: int, launch: Launch) -> bool:
+        if launch.step is LaunchedStep.LOAD:
+            return is_through(rank)
         outward = (rank, launch.peer)
         inward = (launch.peer, rank)
         if launch.step is LaunchedStep.WAIT:
