@@ -23,7 +23,7 @@ bytes are ever touched, and they stay in the caches.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -189,14 +189,14 @@ class SameHostCollectives:
         self._gathers.append(gather)
         return gather
 
-    def reduce_scatter(self, tensor: Tensor, ends: Sequence[int], ranks: Sequence[int]) -> None:
-        """Turns the interval of this rank into the sum of all ranks' values of it: its own, then
-        the others in the order of their ranks. The rest of the tensor stays as it is.
+    def reduce_scatter(self, parts: Mapping[int, Tensor]) -> None:
+        """Turns the part of this rank into the sum of all ranks' values of it: its own, then the
+        others in the order of their ranks. `parts`: what each rank gets, flat, in the order of
+        ranks; those of others stay as they are.
         """
         self.finish_gathers()
         own_rank = self._transport.ranks.rank
-        parts = dict(zip(ranks, _parts(tensor, ends), strict=True))
-        peers = [rank for rank in ranks if rank != own_rank]
+        peers = [rank for rank in parts if rank != own_rank]
         blocks = {rank: _blocks(part) for rank, part in parts.items()}
         enough_bytes = NUM_AHEAD * BLOCK_BYTES
         own = blocks[own_rank]

@@ -101,6 +101,11 @@ class Zero:
         """Whether a reduce-scatter runs beside the backward."""
         return not any(self.intervals.is_through_memory(block.ranks) for block in self.blocks)
 
+    def sums_through_memory(self, block: Block) -> bool:
+        """Whether a reduce-scatter of a block is done when its call returns."""
+        is_on_host = not self.ranks.device.is_accelerator
+        return is_on_host and self.intervals.is_through_memory(block.ranks)
+
     def is_trained(self, block: Block) -> bool:
         return self.computing[block.parameters[0]].requires_grad
 
