@@ -63,6 +63,30 @@ def test_parts_are_updated_in_one_launch() -> None:
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-7)
 
 
+def copies_of_weights() -> tuple[int, int]:
+    """Parameters that lie whole on this rank at level 3, and how many of these chunks do not compute
+    with where they are.
+    """
+    wh.init({"zero": 3})
+    engine = wh.parallelize(build(), batch(0), optimizer=adamw, loss=mean_square)
+    engine.step(batch(0))
+    zero = engine._job.zero
+    assert zero is not None
+    num_whole = num_copied = 0
+    for name, own in zero.updated.items():
+        used = zero.computing[name]
+        if own.shape == used.shape:
+            num_whole += 1
+            num_copied += own.data_ptr() != used.data_ptr()
+    return num_whole, num_copied
+
+
+def test_what_a_rank_holds_whole_is_used_where_it_is() -> None:
+    counts = run_ranks(copies_of_weights, 2)
+    assert sum(num_whole for num_whole, _ in counts) >= 4
+    assert not any(num_copied for _, num_copied in counts)
+
+
 def weight(dtype: torch.dtype = torch.float32) -> nn.Parameter:
     made = nn.Parameter(torch.ones(2, 3, 2, 2, dtype=dtype))
     made.grad = torch.ones_like(made)

@@ -71,18 +71,27 @@ class Intervals:
             return None
         return transport
 
-    def begin_gather(self, buffer: Tensor, ends: Sequence[int], ranks: tuple[int, ...]) -> Transfer:
-        """Fills the buffer with the intervals of the other ranks; this rank's own is there."""
+    def begin_gather(
+        self,
+        buffer: Tensor,
+        ends: Sequence[int],
+        ranks: tuple[int, ...],
+        own: Tensor | None = None,
+    ) -> Transfer:
+        """Fills the buffer with the intervals of the other ranks; this rank's own is there. `own`:
+        it is here instead, which only ranks that share memory can do.
+        """
         if len(ranks) == 1:
             return Arrived()
         through = self._through_memory(ranks)
         if through is not None:
-            return through.collectives.begin_gather(buffer, ends, ranks)
+            return through.collectives.begin_gather(buffer, ends, ranks, own)
+        assert own is None, "these ranks share no memory"
         group = self._ranks.group(ranks)
         parts = _parts(buffer, ends)
         if self._ranks.backend_among(ranks).has_even_collectives and _is_even(parts):
-            own = parts[ranks.index(self._ranks.rank)]
-            return Works([dist.all_gather_into_tensor(buffer, own, group=group, async_op=True)])
+            mine = parts[ranks.index(self._ranks.rank)]
+            return Works([dist.all_gather_into_tensor(buffer, mine, group=group, async_op=True)])
         return Works(
             [
                 dist.broadcast(part, rank, group=group, async_op=True)

@@ -180,11 +180,14 @@ class SameHostCollectives:
 
     # ---- tensors of which every rank holds one interval (ZeRO)
 
-    def begin_gather(self, buffer: Tensor, ends: Sequence[int], ranks: Sequence[int]) -> Gather:
+    def begin_gather(
+        self, buffer: Tensor, ends: Sequence[int], ranks: Sequence[int], own: Tensor | None = None
+    ) -> Gather:
         """Sends the interval of this rank to all others, as far as the rings have free bytes; the
-        rest goes when it is waited for. `ends[i]`: where the interval of `ranks[i]` ends.
+        rest goes when it is waited for. `ends[i]`: where the interval of `ranks[i]` ends. `own`:
+        this rank's interval where it is not in the buffer.
         """
-        gather = Gather(self, buffer, ends, ranks)
+        gather = Gather(self, buffer, ends, ranks, own)
         gather.offer()
         self._gathers.append(gather)
         return gather
@@ -278,6 +281,7 @@ class Gather:
         buffer: Tensor,
         ends: Sequence[int],
         ranks: Sequence[int],
+        own: Tensor | None = None,
     ) -> None:
         self._collectives = collectives
         self._transport = collectives._transport
@@ -286,6 +290,8 @@ class Gather:
             rank: _blocks(part) for rank, part in zip(ranks, _parts(buffer, ends), strict=True)
         }
         self._own = blocks.pop(own_rank)
+        if own is not None:
+            self._own = _blocks(own)
         self._theirs = blocks
         self._sent = dict.fromkeys(blocks, 0)
         """by rank: blocks that were sent to it"""
