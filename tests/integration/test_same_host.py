@@ -239,9 +239,9 @@ def half_sums(scattered: bool) -> tuple[torch.Tensor, torch.Tensor]:
     everyone = tuple(range(ranks.num_ranks))
     collectives = Transport(ranks, []).collectives
     if scattered:
-        ends = [10_000 * (rank + 1) for rank in everyone]
-        collectives.reduce_scatter(tensor, ends, everyone)
-        tensor = tensor[10_000 * ranks.rank : ends[ranks.rank]]
+        parts = tensor.split(10_000)
+        collectives.reduce_scatter(dict(zip(everyone, parts, strict=True)))
+        tensor = parts[ranks.rank]
     else:
         collectives.all_reduce(tensor, everyone)
     ranks.gather(None)

@@ -7,7 +7,7 @@ where all intervals are equal one collective, else a broadcast and a reduce for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch.distributed as dist
@@ -71,18 +71,27 @@ class Intervals:
             return None
         return transport
 
-    def begin_gather(self, buffer: Tensor, ends: Sequence[int], ranks: tuple[int, ...]) -> Transfer:
-        """Fills the buffer with the intervals of the other ranks; this rank's own is there."""
+    def begin_gather(
+        self,
+        buffer: Tensor,
+        ends: Sequence[int],
+        ranks: tuple[int, ...],
+        own: Tensor | None = None,
+    ) -> Transfer:
+        """Fills the buffer with the intervals of the other ranks; this rank's own is there. `own`:
+        it is here instead, which only ranks that share memory can do.
+        """
         if len(ranks) == 1:
             return Arrived()
         through = self._through_memory(ranks)
         if through is not None:
-            return through.collectives.begin_gather(buffer, ends, ranks)
+            return through.collectives.begin_gather(buffer, ends, ranks, own)
+        assert own is None, "these ranks share no memory"
         group = self._ranks.group(ranks)
         parts = _parts(buffer, ends)
         if self._ranks.backend_among(ranks).has_even_collectives and _is_even(parts):
-            own = parts[ranks.index(self._ranks.rank)]
-            return Works([dist.all_gather_into_tensor(buffer, own, group=group, async_op=True)])
+            mine = parts[ranks.index(self._ranks.rank)]
+            return Works([dist.all_gather_into_tensor(buffer, mine, group=group, async_op=True)])
         return Works(
             [
                 dist.broadcast(part, rank, group=group, async_op=True)
@@ -95,14 +104,11 @@ class Intervals:
         """Turns this rank's interval into the sum over all ranks; the rest of the buffer is
         undefined afterwards.
         """
-        if len(ranks) == 1:
-            return Arrived()
-        through = self._through_memory(ranks)
-        if through is not None:
-            through.collectives.reduce_scatter(buffer, ends, ranks)
+        parts = _parts(buffer, ends)
+        if self.is_through_memory(ranks):
+            self.reduce(dict(zip(ranks, parts, strict=True)))
             return Arrived()
         group = self._ranks.group(ranks)
-        parts = _parts(buffer, ends)
         if self._ranks.backend_among(ranks).has_even_collectives and _is_even(parts):
             own = parts[ranks.index(self._ranks.rank)]
             return Works([dist.reduce_scatter_tensor(own, buffer, group=group, async_op=True)])
@@ -113,6 +119,15 @@ class Intervals:
                 if part.numel()
             ]
         )
+
+    def reduce(self, parts: Mapping[int, Tensor]) -> None:
+        """Turns this rank's part into the sum over all ranks, through memory. `parts`: of each rank
+        the values that it gets, in the order of ranks; they need not lie behind each other.
+        """
+        if len(parts) > 1:
+            through = self._through_memory(tuple(parts))
+            assert through is not None, "these ranks share no memory"
+            through.collectives.reduce_scatter(parts)
 
 
 def _parts(buffer: Tensor, ends: Sequence[int]) -> list[Tensor]:

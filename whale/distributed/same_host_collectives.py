@@ -23,7 +23,7 @@ bytes are ever touched, and they stay in the caches.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -180,23 +180,26 @@ class SameHostCollectives:
 
     # ---- tensors of which every rank holds one interval (ZeRO)
 
-    def begin_gather(self, buffer: Tensor, ends: Sequence[int], ranks: Sequence[int]) -> Gather:
+    def begin_gather(
+        self, buffer: Tensor, ends: Sequence[int], ranks: Sequence[int], own: Tensor | None = None
+    ) -> Gather:
         """Sends the interval of this rank to all others, as far as the rings have free bytes; the
-        rest goes when it is waited for. `ends[i]`: where the interval of `ranks[i]` ends.
+        rest goes when it is waited for. `ends[i]`: where the interval of `ranks[i]` ends. `own`:
+        this rank's interval where it is not in the buffer.
         """
-        gather = Gather(self, buffer, ends, ranks)
+        gather = Gather(self, buffer, ends, ranks, own)
         gather.offer()
         self._gathers.append(gather)
         return gather
 
-    def reduce_scatter(self, tensor: Tensor, ends: Sequence[int], ranks: Sequence[int]) -> None:
-        """Turns the interval of this rank into the sum of all ranks' values of it: its own, then
-        the others in the order of their ranks. The rest of the tensor stays as it is.
+    def reduce_scatter(self, parts: Mapping[int, Tensor]) -> None:
+        """Turns the part of this rank into the sum of all ranks' values of it: its own, then the
+        others in the order of their ranks. `parts`: what each rank gets, flat, in the order of
+        ranks; those of others stay as they are.
         """
         self.finish_gathers()
         own_rank = self._transport.ranks.rank
-        parts = dict(zip(ranks, _parts(tensor, ends), strict=True))
-        peers = [rank for rank in ranks if rank != own_rank]
+        peers = [rank for rank in parts if rank != own_rank]
         blocks = {rank: _blocks(part) for rank, part in parts.items()}
         enough_bytes = NUM_AHEAD * BLOCK_BYTES
         own = blocks[own_rank]
@@ -278,6 +281,7 @@ class Gather:
         buffer: Tensor,
         ends: Sequence[int],
         ranks: Sequence[int],
+        own: Tensor | None = None,
     ) -> None:
         self._collectives = collectives
         self._transport = collectives._transport
@@ -286,6 +290,8 @@ class Gather:
             rank: _blocks(part) for rank, part in zip(ranks, _parts(buffer, ends), strict=True)
         }
         self._own = blocks.pop(own_rank)
+        if own is not None:
+            self._own = _blocks(own)
         self._theirs = blocks
         self._sent = dict.fromkeys(blocks, 0)
         """by rank: blocks that were sent to it"""

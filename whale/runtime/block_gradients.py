@@ -16,8 +16,9 @@ launched later.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -170,36 +171,63 @@ class BlockGradients:
         zero = self._zero
         block = each.block
         first = zero.computing[block.parameters[0]]
+        if zero.sums_through_memory(block):
+            sizes = [stop - start for start, stop in map(block.interval, block.ranks)]
+            parts = [torch.empty(size, dtype=first.dtype, device=first.device) for size in sizes]
+            self._fill(block, parts)
+            zero.intervals.reduce(dict(zip(block.ranks, parts, strict=True)))
+            self._take(each, parts[block.ranks.index(zero.ranks.rank)], is_alone=True)
+            return
         buffer = torch.empty(block.num_elements, dtype=first.dtype, device=first.device)
+        self._fill(block, [buffer])
         with torch.no_grad():
-            for name, (start, stop) in block.intervals.items():
-                gradient = zero.computing[name].grad
-                view = buffer[start:stop]
-                if gradient is None:
-                    view.zero_()
-                else:
-                    dense = gradient.to_dense() if gradient.is_sparse else gradient
-                    view.view(dense.shape).copy_(dense)
-                zero.computing[name].grad = None
             transfer = zero.intervals.begin_reduce(buffer, block.ends, block.ranks)
         self._pending = (each, buffer, transfer)
 
-    def _take_pending(self) -> None:
-        """Waits for the reduce-scatter that began last, and adds the sums to this rank's part, or
-        begins to copy them to the host where that is.
+    def _fill(self, block: Block, parts: Sequence[Tensor]) -> None:
+        """Moves the gradients of a block into flat tensors, each of which goes on where the one
+        before it ends.
         """
+        ends = list(accumulate(part.numel() for part in parts))
+        with torch.no_grad():
+            for name, (start, stop) in block.intervals.items():
+                parameter = self._zero.computing[name]
+                gradient = parameter.grad
+                if gradient is not None:
+                    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                    gradient = gradient.reshape(-1)
+                for part, end in zip(parts, ends, strict=True):
+                    begin = end - part.numel()
+                    low = max(start, begin)
+                    high = min(stop, end)
+                    if low >= high:
+                        continue
+                    view = part[low - begin : high - begin]
+                    if gradient is None:
+                        view.zero_()
+                    else:
+                        view.copy_(gradient[low - start : high - start])
+                parameter.grad = None
+
+    def _take_pending(self) -> None:
+        """Waits for the reduce-scatter that began last, and takes this rank's part of the sums."""
         if self._pending is None:
             return
         each, buffer, transfer = self._pending
         self._pending = None
         transfer.wait()
         self._take_arrived()
-        zero = self._zero
-        first = each.block.parameters[0]
-        start, stop = each.block.interval(zero.ranks.rank)
-        own = buffer[start:stop]
+        start, stop = each.block.interval(self._zero.ranks.rank)
+        self._take(each, buffer[start:stop], is_alone=False)
+
+    def _take(self, each: _BlockSum, own: Tensor, is_alone: bool) -> None:
+        """Adds the sums of this rank's interval of a block to its part, or begins to copy them to
+        the host where that is. `is_alone`: they have their memory to themselves.
+        """
         if not own.numel():
             return
+        zero = self._zero
+        first = each.block.parameters[0]
         is_first = all(zero.updated[name].grad is None for name in self._trained_of(each))
         home = zero.gradient_home(first, own) if is_first else None
         with torch.no_grad():
@@ -209,6 +237,8 @@ class BlockGradients:
                 self._arriving = (each, copy, home)
             elif home is not None:
                 self._add(each, home.copy_(own))
+            elif is_alone or not is_first:
+                self._add(each, own)
             else:
                 self._add(each, own.clone())  # a copy, so that the whole buffer can go
 

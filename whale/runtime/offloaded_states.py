@@ -384,6 +384,8 @@ def _is_same(before: _Layout, after: _Layout) -> bool:
 
 FUSED_ON_HOST = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 """optimizers of which torch has a fused kernel for CPUs"""
+FUSED_DTYPES = (torch.float32, torch.float64)
+"""in which it rounds as finely as the other forms do; of 16 bits it computes in float32"""
 
 
 @contextlib.contextmanager
@@ -403,6 +405,20 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for group in open_groups:
             group["fused"] = None
+
+
+def can_fuse(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether fused kernels give what the user's form of the update gives, up to rounding in the
+    dtype of the parameters. They go through memory entry by entry, whatever the strides.
+    """
+    if type(optimizer) not in FUSED_ON_HOST:
+        return False
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for each in parameters:
+        is_sparse = each.grad is not None and each.grad.is_sparse
+        if each.dtype not in FUSED_DTYPES or is_sparse or not each.is_contiguous():
+            return False
+    return not _begins_momentum(optimizer, parameters)
 
 
 def _begins_momentum(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> bool:

@@ -21,6 +21,7 @@ from whale.capture.python_numbers import PythonNumbers
 from whale.distributed.intervals import Intervals
 from whale.distributed.transport import Transport
 from whale.lowering.blocks import BlockWeights
+from whale.lowering.own_gradients import give_own_memory, may_share_gradients
 from whale.lowering.program import Assign, Lowered, lower
 from whale.lowering.subgroups import StageGroups
 from whale.operations.nodes import sums_over_devices
@@ -108,6 +109,8 @@ class LoweredGraphs:
         """of steps whose outputs are asked for"""
         self._evaluation = Captures(most, PythonNumbers(job.model, job.loss), in_training=False)
         self._executors: dict[tuple[int, int, int], Executor] = {}
+        self._have_own_memory: frozenset[str] = frozenset()
+        """parameters whose gradients are copied, since another may lie in their memory"""
         family = self._family(job.prepared, job.sample, apply_plan)
         self._training.add(family)
         self._untouched = Untouched(job.model)
@@ -295,6 +298,9 @@ class LoweredGraphs:
             if bringer is not None:
                 stays = job.zero.residence is None
                 blocks = BlockWeights(bringer, job.zero.block_of, job.zero.slot_of, stays)
+        sharing = may_share_gradients(prepared.captured.graph) - self._have_own_memory
+        give_own_memory(weights, sharing)
+        self._have_own_memory |= sharing
         lowered = lower(
             job.plan, assign, prepared, weights, job.ranks, self._groups, is_planned, blocks
         )

@@ -30,7 +30,7 @@ from whale.runtime.held import HeldParameter, by_backward_order
 from whale.runtime.job import Job
 from whale.runtime.loss_scale import DeviceLossScale, LossScale
 from whale.runtime.masked_update import CLIP_EPSILON, NUM_EMPTY, MaskedUpdates, can_mask
-from whale.runtime.offloaded_states import OffloadedStates, offloaded_states
+from whale.runtime.offloaded_states import OffloadedStates, can_fuse, fused, offloaded_states
 from whale.runtime.optimizer_groups import check_groups, settings_of_whole
 from whale.runtime.result import Totals
 from whale.runtime.stage_updates import StageUpdates
@@ -109,6 +109,7 @@ class Updater:
         """brings states that live elsewhere, block by block; None: all are here"""
         if self.optimizer is not None:
             self.offloaded = offloaded_states(job, self.optimizer, dict(trainable))
+        self._has_parts_on_cpu = job.zero is not None and not ranks.device.is_accelerator
         self.whole = whole
         """updates parameters whole that a grid cuts; None: each holder updates its part"""
         self.norms: SummedNorms | None = None
@@ -323,7 +324,16 @@ class Updater:
         elif self.offloaded is not None:
             self.offloaded.step(ahead)
         elif self.optimizer is not None:
-            self.optimizer.step()
+            with self._kernels(self.optimizer):
+                self.optimizer.step()
+
+    def _kernels(self, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Inside, parts of blocks on a CPU are updated by torch's fused kernels: one pass over
+        memory instead of one for each operation.
+        """
+        if self._has_parts_on_cpu and can_fuse(optimizer):
+            return fused(optimizer)
+        return nullcontext()
 
     def _schedule(self, totals: Totals) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):

@@ -20,7 +20,7 @@ the forward first needs it (`runtime/updates_ahead.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -100,6 +100,11 @@ class Zero:
     def hides_reduces(self) -> bool:
         """Whether a reduce-scatter runs beside the backward."""
         return not any(self.intervals.is_through_memory(block.ranks) for block in self.blocks)
+
+    def sums_through_memory(self, block: Block) -> bool:
+        """Whether a reduce-scatter of a block is done when its call returns."""
+        is_on_host = not self.ranks.device.is_accelerator
+        return is_on_host and self.intervals.is_through_memory(block.ranks)
 
     def is_trained(self, block: Block) -> bool:
         return self.computing[block.parameters[0]].requires_grad
@@ -281,15 +286,32 @@ class Zero:
             None if block.weights == "device" else self._homes.home(block.weights)
             for block in self.blocks
         ]
-        home = _Peers(self.blocks, parts, elsewhere, self.ranks.rank, self.intervals, self.ahead)
+        in_place = [self._in_place(block) for block in self.blocks]
+        home = _Peers(
+            self.blocks, parts, elsewhere, self.ranks.rank, self.intervals, self.ahead, in_place
+        )
         self.residence = Residence(pool, home)
         for number, block in enumerate(self.blocks):
+            begin = block.interval(self.ranks.rank)[0]
             for (name, (start, stop)), shape in zip(
                 block.intervals.items(), block.shapes, strict=True
             ):
+                memory = pool.buffer(number)[start:stop]
+                if name in in_place[number]:
+                    memory = parts[number][start - begin : stop - begin]
                 # .data: autograd must not take a gather into the slot for a write to the weight
-                view = pool.buffer(number)[start:stop].view(shape).data
+                view = memory.view(shape).data
                 self.computing[name] = torch.nn.Parameter(view, weights[name].requires_grad)
+
+    def _in_place(self, block: Block) -> frozenset[str]:
+        """Parameters with which chunks compute where this rank holds them: whole ones, of ranks that
+        share memory. Elsewhere a gather wants them in the slot.
+        """
+        if block.weights != "device" or not self.sums_through_memory(block):
+            return frozenset()
+        start, stop = block.interval(self.ranks.rank)
+        intervals = block.intervals.items()
+        return frozenset(name for name, (a, b) in intervals if start <= a and b <= stop)
 
 
 class _Peers:
@@ -303,9 +325,11 @@ class _Peers:
         rank: int,
         intervals: Intervals,
         ahead: UpdatesAhead | None = None,
+        in_place: Sequence[Collection[str]] = (),
     ) -> None:
         """Takes this rank's interval of each block, and its home where that is not the device.
-        `ahead`: updates intervals under the forward.
+        `ahead`: updates intervals under the forward. `in_place`: of each block the parameters that
+        are used where they are at home, and so are not copied to the slot.
         """
         self._blocks = blocks
         self._parts = parts
@@ -313,6 +337,7 @@ class _Peers:
         self._rank = rank
         self._intervals = intervals
         self._ahead = ahead
+        self._in_place = in_place or [()] * len(blocks)
 
     def begin_fetch(self, block: int, buffer: Tensor) -> Transfer:
         if self._ahead is not None:
@@ -320,7 +345,16 @@ class _Peers:
         planned = self._blocks[block]
         start, stop = planned.interval(self._rank)
         home = self._elsewhere[block]
+        in_place = self._in_place[block]
         with torch.no_grad():
+            if in_place:
+                part = self._parts[block]
+                for name, (first, last) in planned.intervals.items():
+                    low = max(start, first)
+                    high = min(stop, last)
+                    if low < high and name not in in_place:
+                        buffer[low:high].copy_(part[low - start : high - start])
+                return self._intervals.begin_gather(buffer, planned.ends, planned.ranks, part)
             if home is None or start == stop:
                 buffer[start:stop].copy_(self._parts[block])
             else:
