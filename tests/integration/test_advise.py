@@ -175,6 +175,27 @@ def test_plan_says_what_the_search_would_give(tmp_path: Path) -> None:
     assert '"strategy": "auto"' in result.output
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("print(1)", "ended without calling wh.parallelize"),
+        ("raise SystemExit(3)", "ended with sys.exit(3)"),
+        ("1 / 0", "failed before it reached wh.parallelize"),
+        ("import whale\nwhale.init({'strategy': 'atuo'})", "Config: 'strategy' must be one of"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "advise"])
+def test_messages_begin_with_the_command_that_was_typed(
+    tmp_path: Path, command: str, text: str, message: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    result = CliRunner().invoke(app, [command, "-n", "2", str(script)])
+    assert result.exit_code != 0
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"whale {command}: ") and message in last
+
+
 HOSTS = """
 hosts:
   - {name: a, devices: [{kind: T4, count: 2}, {kind: P100}]}
