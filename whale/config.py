@@ -328,7 +328,7 @@ def _message(error: ErrorDetails) -> str:
     field = Config.model_fields[key]
     match error["type"]:
         case "literal_error":
-            choices = get_args(field.annotation)
+            choices = _choices(field.annotation)
             offers = ", ".join(map(repr, choices))
             return f"{must_be} one of {offers}, not {value!r}.{nearest(str(value), choices)}"
         case "greater_than_equal":
@@ -349,6 +349,16 @@ def _message(error: ErrorDetails) -> str:
     if types.NoneType in get_args(field.annotation):
         wanted += " or None"
     return f"{must_be} {wanted}, not {value!r} of type {type(value).__name__}."
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """The words that a field may be, also where it may be something else besides."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    found: list[str] = []
+    for part in get_args(annotation):
+        found.extend(_choices(part))
+    return tuple(found)
 
 
 def type_words(annotation: Any) -> str:

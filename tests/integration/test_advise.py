@@ -148,6 +148,35 @@ def test_advise_ranks_what_the_script_asks_for(tmp_path: Path) -> None:
     plans = json.loads(figures.read_text())["plans"]
     (own,) = [plan for plan in plans if plan["kind"] == "as the script asks for"]
     assert own["plan"] == '"num_task_graph": 3' and plans[0]["step_s"] <= own["step_s"]
+    job = json.loads(figures.read_text())["job"]
+    assert "takes the plan `as the script asks for`" in job and job in result.output
+    assert job.endswith('For the first plan: "strategy": "auto" without "num_task_graph": 3.')
+
+
+@pytest.mark.parametrize(
+    ("config", "marks", "job"),
+    [
+        ({}, {}, "A job takes 1 stage on 1 device, 1 micro-batch, 143 us: the search also counts"),
+        ({"num_micro_batch": 2}, {}, 'A job keeps "num_micro_batch": 2; these plans leave that'),
+        ({}, {"*": 7}, "would be refused: .* without annotations"),
+    ],
+)
+def test_advise_says_what_a_job_of_the_script_takes(
+    tmp_path: Path, config: dict[str, int], marks: dict[str, int], job: str
+) -> None:
+    """Where that is not the first of the plans. Steps of this model are as long as what the runtime
+    adds to two actions; of 3 devices, 7 are too many.
+    """
+    script, cluster = files(tmp_path, repr(config))
+    scopes = ", ".join(f"{glob!r}: wh.replicate({number})" for glob, number in marks.items())
+    text = Path(script).read_text()
+    Path(script).write_text(text.replace("Net(), ", f"wh.annotate(Net(), {{{scopes}}}), "))
+    figures = tmp_path / "advice.json"
+    words = ["advise", "--cluster", cluster, "--json", str(figures), script]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    said = json.loads(figures.read_text())["job"]
+    assert re.search(job, said) and said in result.output
 
 
 def test_ctrl_c_gives_the_best_plan_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +202,27 @@ def test_plan_says_what_the_search_would_give(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", "--cluster", cluster, script])
     assert result.exit_code == 0, result.output
     assert '"strategy": "auto"' in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("print(1)", "ended without calling wh.parallelize"),
+        ("raise SystemExit(3)", "ended with sys.exit(3)"),
+        ("1 / 0", "failed before it reached wh.parallelize"),
+        ("import whale\nwhale.init({'strategy': 'atuo'})", "Config: 'strategy' must be one of"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "advise"])
+def test_messages_begin_with_the_command_that_was_typed(
+    tmp_path: Path, command: str, text: str, message: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    result = CliRunner().invoke(app, [command, "-n", "2", str(script)])
+    assert result.exit_code != 0
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"whale {command}: ") and message in last
 
 
 HOSTS = """

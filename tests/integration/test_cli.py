@@ -241,6 +241,8 @@ def test_options_around_the_script(typed: str, read: str) -> None:
         ("plan -n 0 {script}", "whale plan: -n 0: at least 1 device is needed"),
         ("plan nowhere.py -n 2", "whale plan: nowhere.py: no such file"),
         ("plan {script} -n 2 --save {folder}/no/plan.json", "there is no folder"),
+        ("advise -n 0 {script}", "whale advise: -n 0: at least 1 device is needed"),
+        ("advise {script} --cluster nowhere.yaml", "whale advise: cluster file nowhere.yaml: "),
         ("show nowhere.json", "whale show: nowhere.json: No such file or directory"),
         ("show {folder}", "Is a directory"),
         ("show {script}", "script.py is not a plan"),

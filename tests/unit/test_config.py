@@ -153,6 +153,10 @@ def test_every_field_can_be_set_and_comes_back() -> None:
             "Config: 'optimizer_state' must be one of 'fp32', 'bf16', 'int8', not 'int4'. Did you "
             "mean 'int8'?",
         ),
+        (
+            {"strategy": "atuo"},
+            "Config: 'strategy' must be one of 'auto', 'data', not 'atuo'. Did you mean 'auto'?",
+        ),
     ],
 )
 def test_messages_name_key_value_and_what_is_right(given: dict[str, object], message: str) -> None:

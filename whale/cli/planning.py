@@ -11,13 +11,15 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from whale.cli.options import (
     FAILED,
+    WRONG_USE,
     ClusterOption,
     DebugOption,
     HtmlOption,
@@ -60,19 +62,13 @@ def plan(
     The script runs up to wh.parallelize. Options of Whale may stand before the script or right
     behind it.
     """
-    from whale.launcher import default_num_ranks
-
     require_script(script, "plan")
-    if num_devices is not None and num_devices < 1:
-        stop(f"whale plan: -n {num_devices}: at least 1 device is needed")
     for option, path in (("--save", save), ("--html", html), ("--json", figures)):
         require_folder(path, f"whale plan: {option}")
-    described = None if cluster is None else _first_devices(cluster, num_devices)
-    num_devices = (
-        described.num_devices if described is not None else num_devices or default_num_ranks()
-    )
+    described, number = _devices("plan", cluster, num_devices)
+    asked = _Asked("plan", script, tuple(arguments or ()), number, described, debug)
     problems: list[Problem] = []
-    made = _plan_of_script(script, arguments or [], num_devices, debug, described, problems.append)
+    made = _plan_of_script(asked, problems.append)
     print_plan(made)
     _print_hint(made, problems)
     if save is not None:
@@ -107,14 +103,12 @@ def advise(
     """Say which plans are best for a script on a cluster, what every device contributes, what one
     more or a faster link would give, and which precision the cards want. No GPU, no processes.
     """
-    from whale.launcher import default_num_ranks
-
     require_script(script, "advise")
     for option, path in (("--html", html), ("--json", figures)):
         require_folder(path, f"whale advise: {option}")
-    described = None if cluster is None else _first_devices(cluster, num_devices)
-    number = described.num_devices if described is not None else num_devices or default_num_ranks()
-    problem = _problem_of_script(script, arguments or [], number, debug, described)
+    described, number = _devices("advise", cluster, num_devices)
+    asked = _Asked("advise", script, tuple(arguments or ()), number, described, debug)
+    problem = _problem_of_script(asked)
     words = shlex.join([str(script), *(arguments or [])])
 
     def launch(ranks: Collection[int]) -> str:
@@ -216,9 +210,23 @@ class _ProblemReady(BaseException):
     """Here is what is to be planned, run no further."""
 
 
-def _problem_of_script(
-    script: Path, arguments: list[str], num_devices: int, debug: bool, cluster: Cluster | None
-) -> Problem:
+@dataclass(frozen=True)
+class _Asked:
+    """A script that is to be planned, and for what."""
+
+    command: str
+    """which command asks: messages begin with it"""
+    script: Path
+    arguments: tuple[str, ...]
+    num_devices: int
+    cluster: Cluster | None
+    is_debugged: bool
+
+    def stop(self, message: str, exit_code: int = WRONG_USE) -> NoReturn:
+        stop(f"whale {self.command}: {message}", exit_code)
+
+
+def _problem_of_script(asked: _Asked) -> Problem:
     """What the script asks to be planned; nothing is planned."""
     problems: list[Problem] = []
 
@@ -227,26 +235,20 @@ def _problem_of_script(
         raise _ProblemReady
 
     with contextlib.suppress(_ProblemReady):
-        _plan_of_script(script, arguments, num_devices, debug, cluster, take)
+        _plan_of_script(asked, take)
     return problems[0]
 
 
-def _plan_of_script(
-    script: Path,
-    arguments: list[str],
-    num_devices: int,
-    debug: bool,
-    cluster: Cluster | None,
-    on_problem: Callable[[Problem], None] | None = None,
-) -> Plan:
+def _plan_of_script(asked: _Asked, on_problem: Callable[[Problem], None]) -> Plan:
     from whale.launcher import run_script, script_traceback
     from whale.session import PlanReady, planning_only
 
+    script = asked.script
     exit_code: object = None
     try:
-        with planning_only(num_devices, cluster, on_problem, show_progress):
+        with planning_only(asked.num_devices, asked.cluster, on_problem, show_progress):
             try:
-                run_script(script, arguments)
+                run_script(script, list(asked.arguments))
             finally:
                 clear_progress()
     except PlanReady as ready:
@@ -254,23 +256,23 @@ def _plan_of_script(
     except SystemExit as ended:
         exit_code = ended.code
     except Exception as error:
-        if debug:
+        if asked.is_debugged:
             traceback.print_exc()
             raise typer.Exit(FAILED) from None
         if isinstance(error, ValueError) and _comes_from_whale(error):
-            stop(f"whale plan: {error}", FAILED)
+            asked.stop(str(error), FAILED)
         stop(
-            f"{script_traceback(error, script)}whale plan: {script} failed before it reached "
-            "wh.parallelize",
+            f"{script_traceback(error, script)}whale {asked.command}: {script} failed before it "
+            "reached wh.parallelize",
             FAILED,
         )
     if exit_code not in (None, 0):
-        stop(
-            f"whale plan: {script} ended with sys.exit({exit_code!r}) before it reached "
-            f"wh.parallelize{passed_on(arguments)}",
+        asked.stop(
+            f"{script} ended with sys.exit({exit_code!r}) before it reached "
+            f"wh.parallelize{passed_on(asked.arguments)}",
             FAILED,
         )
-    stop(f"whale plan: {script} ended without calling wh.parallelize, so there is nothing to plan")
+    asked.stop(f"{script} ended without calling wh.parallelize, so there is nothing to plan")
 
 
 def _comes_from_whale(error: BaseException) -> bool:
@@ -285,11 +287,23 @@ def _comes_from_whale(error: BaseException) -> bool:
     return False
 
 
-def _first_devices(file: Path, num_devices: int | None) -> Cluster:
+def _devices(
+    command: str, file: Path | None, num_devices: int | None
+) -> tuple[Cluster | None, int]:
+    """The cluster of the file, or its first devices where a number of them is asked for; and how
+    many devices there are.
+    """
     from whale.cluster.cluster import Cluster
+    from whale.launcher import default_num_ranks
 
+    if num_devices is not None and num_devices < 1:
+        stop(f"whale {command}: -n {num_devices}: at least 1 device is needed")
+    if file is None:
+        return None, num_devices or default_num_ranks()
     try:
         cluster = Cluster.load(file)
-        return cluster if num_devices is None else cluster.first(num_devices)
+        if num_devices is not None:
+            cluster = cluster.first(num_devices)
     except ValueError as error:
-        stop(f"whale plan: {error}")
+        stop(f"whale {command}: {error}")
+    return cluster, cluster.num_devices

@@ -35,6 +35,7 @@ def advice_json(advice: Advice) -> dict[str, Any]:
         "left_out": list(advice.left_out),
         "precision": list(advice.precision),
         "launch": advice.launch,
+        "job": advice.job,
         "interrupted": advice.is_interrupted,
     }
 
@@ -140,6 +141,8 @@ def print_advice(advice: Advice, console: Console | None = None) -> None:
         console.print(_changes_table("What a change would give", advice.changes, NO_GAIN))
     for note in advice.precision or (NO_PRECISION,):
         console.print(note)
+    if advice.job:
+        console.print(advice.job, soft_wrap=True, markup=False, highlight=False)
     console.print("Start it:")
     console.print(advice.launch, soft_wrap=True, markup=False, highlight=False)
 
@@ -207,6 +210,7 @@ def advice_html(advice: Advice) -> Markup:
         left_out=left_out_text(advice),
         precision=advice.precision or (NO_PRECISION,),
         launch=advice.launch,
+        job=advice.job,
         interrupted=INTERRUPTED if advice.is_interrupted else "",
     )
 

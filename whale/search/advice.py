@@ -20,7 +20,7 @@ from whale.planning.suggestions import with_more
 from whale.plans.plan import Plan
 from whale.search.budget import Budget
 from whale.search.candidate import Candidate, DeviceGroup, ReplicaChoice
-from whale.search.choose import data_parallel, why_fixed
+from whale.search.choose import RUNTIME_ADDS, data_parallel, is_kept, why_fixed
 from whale.search.drafting import Drafted
 from whale.search.other_clusters import (
     FASTER_LINK,
@@ -32,14 +32,14 @@ from whale.search.other_clusters import (
 )
 from whale.search.point import Point
 from whale.search.precision import precision_notes
-from whale.search.refusals import is_annotated, none_fits, opened_up
+from whale.search.refusals import fixed_names, is_annotated, none_fits, opened_up
 from whale.search.search import Search, new_search, search
 from whale.search.settings import OpenSettings, settled
 from whale.search.shapes import MOST_CLASSES, device_classes
 from whale.search.tries import SearchProgress
 from whale.simulation.simulate import simulate, step_seconds
 from whale.simulation.timeline import ELSEWHERE, Timeline
-from whale.units import count, human_bytes, ranges
+from whale.units import count, human_bytes, human_seconds, ranges
 
 QUICK = Budget(
     estimates=60,
@@ -139,6 +139,8 @@ class Advice:
     """devices that the best plan does without"""
     precision: tuple[str, ...]
     launch: str
+    job: str = ""
+    """what a job of the script as it is takes, where that is not the first of the plans"""
     is_interrupted: bool = False
     """the plans are the best so far, and not all was asked about other clusters"""
 
@@ -156,7 +158,8 @@ def advise(
 
     `launch`: the lines that start a plan in which these ranks take part.
     """
-    own = _own_plan(problem)
+    asked = problem
+    own, refused = _own_plan(problem)
     # a script that says how it is to be cut counts on all devices
     is_searched = why_fixed(problem) is None and not is_annotated(problem)
     problem = opened_up(problem)
@@ -195,24 +198,46 @@ def advise(
         left_out=tuple(_left_out(problem.cluster, ranked[0].plan)),
         precision=tuple(precision_notes(problem)),
         launch=launch(taking_part),
+        job=_job_text(asked, own, refused, ranked[0]) or asking.taken_text(ranked[0]),
         is_interrupted=is_interrupted,
     )
 
 
-def _own_plan(problem: Problem) -> RankedPlan | None:
-    """The plan by the annotations and settings of the script; None where it has none, or they do
-    not fit. Raises ValueError where they contradict each other.
+def _own_plan(problem: Problem) -> tuple[RankedPlan | None, str]:
+    """The plan by the annotations and settings of the script, or why it cannot be made; neither
+    where the script has none. Raises ValueError where `"strategy"` contradicts them.
     """
     why = why_fixed(problem)
     config = problem.config
     is_set = any(config.is_given(key) and getattr(config, key) for key in OWN_SETTINGS)
     if why is None or not (is_annotated(problem) or is_set):
-        return None
+        return None, ""
     try:
         plan, _ = make_plan(replace(problem, config=settled(config), is_advised=False))
-    except ValueError:
-        return None
-    return RankedPlan(OWN, why, plan, simulate(plan))
+    except ValueError as error:
+        return None, str(error)
+    return RankedPlan(OWN, why, plan, simulate(plan)), ""
+
+
+def _job_text(problem: Problem, own: RankedPlan | None, refused: str, best: RankedPlan) -> str:
+    """What the script fixes, which the plans leave open, and how a job takes the first of them;
+    empty where a job searches as the advice did.
+    """
+    why = why_fixed(problem)
+    config = problem.config
+    held = ["annotations"] if is_annotated(problem) else []
+    held += fixed_names(config)
+    held += [f'"{key}"' for key in ("replicas", "colocate") if getattr(config, key)]
+    if why is None:
+        return f"A job keeps {', '.join(held)}; these plans leave that open." if held else ""
+    taken = DATA_PARALLEL if own is None else OWN
+    if taken == best.kind:
+        return ""
+    without = f" without {', '.join(held)}" if held else ""
+    first = f'For the first plan: "strategy": "auto"{without}.'
+    if refused:
+        return f"A job of this script as it is would be refused: {refused.rstrip('.')}. {first}"
+    return f"A job of this script as it is takes the plan `{taken}` ({why}). {first}"
 
 
 def _draft_other_kinds(done: Search) -> None:
@@ -268,6 +293,19 @@ class _Asking:
         if self.own is not None:
             found[self.own.kind] = self.own
         return tuple(sorted(found.values(), key=lambda each: each.step_s))
+
+    def taken_text(self, first: RankedPlan) -> str:
+        """The plan that a search takes, where that is not the one with the shortest step."""
+        best = self.done.best
+        if best is None or first.kind == DATA_PARALLEL:
+            return ""
+        if self.plain is not None and is_kept(self.plain, best):
+            step_s = step_seconds(self.plain).step_s
+            return f"A job takes {DATA_PARALLEL}, {human_seconds(step_s)}: {RUNTIME_ADDS}."
+        if best.step_s <= first.step_s:
+            return ""
+        what = best.candidate.describe()
+        return f"A job takes {what}, {human_seconds(best.step_s)}: {RUNTIME_ADDS}."
 
     @property
     def _best(self) -> list[Candidate]:

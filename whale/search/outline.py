@@ -2,7 +2,7 @@
 
 A segment lies between two neighbouring points where a stage may start. Of the points that the
 operations have, those where little crosses are kept, at most `MOST_POINTS`, so that an estimate
-takes microseconds whatever the model.
+takes microseconds whatever the model; more where the smallest device would hold few segments.
 
     seconds   of a segment on each kind of device, forward and backward, for any number of samples
     static    bytes of weights with gradients and optimizer state, where they are first read
@@ -12,6 +12,7 @@ takes microseconds whatever the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -34,6 +35,12 @@ from whale.planning.zero_blocks import layer_name
 
 MOST_POINTS = 160
 """points where a stage may start, in the outline"""
+ON_A_DEVICE = 3
+"""segments that the smallest device should hold: fewer leave it no choice of a stage, or none that
+fits
+"""
+MOST_OF_A_GIANT = 480
+"""points of models that need more than `MOST_POINTS` for that"""
 WEIGHTS_ONLY = frozenset(
     ["tied", "trained_bytes", "whole_trained_bytes", "other_bytes"]
     + ["largest_weight_bytes", "largest_layer_bytes"]
@@ -143,7 +150,7 @@ class Outline:
         crossing = np.array(self._alive[:-1])
         allowed = cuttable(activations, times, crossing) & ~self._crosses_sums
         inner = np.flatnonzero(thin_points(allowed, crossing, self._least_points))
-        if len(inner) > MOST_POINTS:
+        if len(inner) > self._most_points:
             inner = self._thinned(inner, np.cumsum(times), crossing)
         return np.concatenate([[0], inner, [len(activations)]]).astype(np.int64)
 
@@ -164,10 +171,21 @@ class Outline:
         """Stages that are wanted at most: devices times chunks."""
         return 4 * self.problem.cluster.num_devices
 
-    @staticmethod
-    def _thinned(inner: np.ndarray, elapsed: Floats, crossing: Floats) -> np.ndarray:
+    @cached_property
+    def _most_points(self) -> int:
+        """So many points are kept."""
+        problem = self.problem
+        smallest = min(device.kind.memory_bytes for device in problem.cluster.devices)
+        if not smallest:
+            return MOST_POINTS
+        state = problem.captured.state.values()
+        trained = sum(tensor.num_bytes for tensor in state if tensor.trainable)
+        needed = ON_A_DEVICE * (2.0 + problem.optimizer_ratio) * trained / smallest
+        return max(MOST_POINTS, min(MOST_OF_A_GIANT, math.ceil(needed)))
+
+    def _thinned(self, inner: np.ndarray, elapsed: Floats, crossing: Floats) -> np.ndarray:
         """The one where least crosses, of all points that are close to each other in time."""
-        bins = (elapsed[inner - 1] / elapsed[-1] * MOST_POINTS).astype(np.int64)
+        bins = (elapsed[inner - 1] / elapsed[-1] * self._most_points).astype(np.int64)
         best: dict[int, int] = {}
         for point, place in zip(inner.tolist(), bins.tolist(), strict=True):
             if place not in best or crossing[point] < crossing[best[place]]:

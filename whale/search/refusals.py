@@ -38,7 +38,7 @@ def nothing_fits(problem: Problem, done: Search, refused: ValueError | None) -> 
     first = next(iter(problems), "no plan fits")
     if refused is not None:
         first = str(refused)
-    fixed = _fixed_names(problem.config)
+    fixed = fixed_names(problem.config)
     try:
         why = _without_fixed(problem, done, fixed) if fixed else none_fits(problem, done)
     except KeyboardInterrupt:  # what is refused is known, what would help is not
@@ -48,7 +48,7 @@ def nothing_fits(problem: Problem, done: Search, refused: ValueError | None) -> 
     return DoesNotFit(f"{first}. {why}")
 
 
-def _fixed_names(config: Config) -> list[str]:
+def fixed_names(config: Config) -> list[str]:
     """The settings that hold, as the user wrote them."""
     return [f'"{name}": {getattr(config, name)}' for name in _CHOSEN if not is_open(config, name)]
 

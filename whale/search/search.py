@@ -10,7 +10,6 @@ Budgets are counts. Nothing here asks the clock, so every run gives the same pla
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from whale.search.device_moves import moved_devices
 from whale.search.drafting import Drafted, Drafting
 from whale.search.equal_stages import draft_equal
 from whale.search.estimate import Estimator
+from whale.search.first_fit import first_fit
 from whale.search.memory_drafts import draft_offload, draft_zero
 from whale.search.moves import best_cuts, neighbours, nudged
 from whale.search.outline import Outline
@@ -112,18 +112,29 @@ class Search(Tries):
         than that is left out.
         """
         most = most or self.budget.estimates
-        queue = []
-        for place, point in enumerate(points):
-            queue.append((estimator.guess(point), place, point))
-        heapq.heapify(queue)
+        queue = sorted(((estimator.guess(point), point) for point in points), key=_first)
         tried = 0
+        place = -1
         found: list[Estimate] = []
         least = below_s
         until_first = max(most, self.budget.estimates // 8)
-        while queue and len(found) < most:
+        alone = MOST_REFUSED * until_first // 2  # so many that do not fit are tried in order
+
+        def fits(place: int) -> bool:
+            point = queue[place][1]
+            self.num_estimates += 1
+            return estimator.bound(point) <= below_s and estimator.estimate(point).fits
+
+        while place + 1 < len(queue) and len(found) < most:
             if tried >= MOST_REFUSED * (most if found else until_first):
                 break
-            guess, _, point = heapq.heappop(queue)
+            place += 1
+            if not found and tried == alone:
+                place = first_fit(fits, place, len(queue), alone)
+                alone, tried = -1, 0
+                if place == len(queue):
+                    break
+            guess, point = queue[place]
             if estimator.bound(point) > least:
                 continue
             estimate = estimator.estimate(point)
@@ -432,6 +443,11 @@ class Search(Tries):
         yield from nudged(candidate, self.settings, self.outline)
         if self.partitions.are_allowed:
             yield from moved_devices(candidate, self.outline)
+
+
+def _first(guessed: tuple[float, Point]) -> float:
+    """The guess: points that are guessed alike stay in the order in which they were enumerated."""
+    return guessed[0]
 
 
 def new_search(
