@@ -253,6 +253,7 @@ def test_text_that_is_no_action(written: str) -> None:
         ((), (), (), "at least one stage"),
         ((0, -1), (), (), "negative device"),
         ((0, 2), (), (), "device 1 of 3 holds no stage"),
+        ((0, 10**15), (), (), f"device 1 of {10**15 + 1} holds no stage"),
         ((0, 1), ((1, 0),), (), "1 -> 0 does not go to a later stage"),
         ((0, 1), ((0, 0),), (), "0 -> 0 does not go to a later stage"),
         ((0, 1), ((0, 5),), (), r"0 -> 5 names a stage outside 0\.\.1"),

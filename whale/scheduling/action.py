@@ -191,7 +191,10 @@ class StageGraph:
                 f"device_of_stage {self.device_of_stage} holds a negative device; devices are "
                 "numbered from 0"
             )
-        if idle := sorted(set(range(self.num_devices)) - set(self.device_of_stage)):
+        # only as many numbers as there are stages: a damaged file may name device 10^15
+        used = set(self.device_of_stage)
+        idle = [device for device in range(len(self.device_of_stage)) if device not in used]
+        if idle and idle[0] < self.num_devices:
             raise ValueError(
                 f"device {idle[0]} of {self.num_devices} holds no stage; number only the devices "
                 "that hold stages, from 0"
