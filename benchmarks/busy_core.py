@@ -63,7 +63,7 @@ def batch(step: int) -> Tensor:
 
 
 def make_engine(cluster: Any, **config: Any) -> wh.Engine:
-    wh.init(wh.Config(config))
+    wh.init(wh.Config({"strategy": "data", **config}))
     return wh.parallelize(
         Net(),
         batch(0),
