@@ -7,7 +7,8 @@
                             through, gradients over whoever holds the same weights
 
 Samples that nobody gave are shared by speed: first by the rates of the devices, then by what the
-simulation says of each group, until the slowest does not get faster.
+simulation says of each group, until the slowest does not get faster. Devices take whole samples:
+where each has few of them, single ones are moved then.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from whale.units import human_seconds
 
 ROUNDS = 4
 """how often samples are shared again by what the simulation says"""
+FEW_SAMPLES = 3
+"""so many on a device of a group: one more or less is a step in its time, which no rate shows"""
 
 
 def plan_of_replicas(
@@ -43,6 +46,7 @@ def plan_of_replicas(
     if len(groups) > 1:
         refuse_heterogeneous(problem)
     drafts = _shared_again(made, groups, _first_drafts(made, groups))
+    drafts = _moved_one_by_one(made, groups, drafts)
     plans = [draft.plan for draft in drafts]
     assignment = drafts[0].draft.assignment
     if len(plans) == 1:
@@ -232,6 +236,39 @@ def _shared_again(
         except DoesNotFit:
             break  # a faster group has no memory for more
     return best
+
+
+def _moved_one_by_one(
+    made: GroupDrafts, groups: Sequence[Sequence[ReplicaSpec]], drafts: list[GroupDraft]
+) -> list[GroupDraft]:
+    """The drafts after single samples of the slowest group went to others, as long as the slowest
+    gets faster. Three devices take as long for 5 samples as for 6.
+    """
+    is_free = [any(spec.num_samples is None for spec in group) for group in groups]
+    while True:
+        slowest = max(range(len(drafts)), key=lambda number: drafts[number].gradients_s)
+        size = drafts[slowest].problem.batch_size
+        few = FEW_SAMPLES * len(ranks_of_group(groups[slowest]))
+        if not is_free[slowest] or not _least(groups[slowest]) < size <= few:
+            return drafts
+        best = drafts
+        for other in range(len(drafts)):
+            if other == slowest or not is_free[other]:
+                continue
+            moved = list(drafts)
+            try:
+                moved[slowest] = made.of(groups[slowest], size - 1)
+                moved[other] = made.of(groups[other], drafts[other].problem.batch_size + 1)
+            except DoesNotFit:
+                continue
+            best = min(best, moved, key=_slowest_s)
+        if best is drafts:
+            return drafts
+        drafts = best
+
+
+def _slowest_s(drafts: Sequence[GroupDraft]) -> float:
+    return max(draft.gradients_s for draft in drafts)
 
 
 def _on_ranks(problem: Problem, plan: Plan, group: Sequence[ReplicaSpec]) -> Plan:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from whale.planning.replicas import FEW_SAMPLES
 from whale.plans.shares import shares_of_series
 from whale.search.candidate import Candidate, ReplicaChoice
 from whale.search.moves import best_cuts
@@ -64,6 +65,7 @@ class Partitions:
             )
         chosen: list[Estimate] = []
         others: list[list[Estimate]] = []
+        sharing: tuple[int, ...] = ()
         for _ in range(SHARINGS):
             shares = self._shares(speeds)
             shapes = [
@@ -76,15 +78,50 @@ class Partitions:
             if not chosen or _slowest(found) < _slowest(chosen):
                 chosen = found
                 others = [each[1:] for each in shapes]
+                sharing = shares
             speeds = [share / each.step_s for share, each in zip(shares, found, strict=True)]
         if not chosen:
             return []
+        chosen, others = self._moved_one_by_one(parts, sharing, chosen, others)
         made = [self._candidate(parts, chosen)]
         for place, shapes_of_part in enumerate(others):
             for other in shapes_of_part:
                 changed = [*chosen[:place], other, *chosen[place + 1 :]]
                 made.append(self._candidate(parts, changed))
         return made
+
+    def _moved_one_by_one(
+        self,
+        parts: Sequence[tuple[int, ...]],
+        shares: tuple[int, ...],
+        chosen: list[Estimate],
+        others: list[list[Estimate]],
+    ) -> tuple[list[Estimate], list[list[Estimate]]]:
+        """The shapes after single samples of the slowest part went to others, as long as that makes
+        it faster: where devices have few samples each, their times are steps.
+        """
+        while True:
+            slowest = max(range(len(parts)), key=lambda place: chosen[place].step_s)
+            if not 1 < shares[slowest] <= FEW_SAMPLES * len(parts[slowest]):
+                return chosen, others
+            best = (_slowest(chosen), shares, chosen, others)
+            for other in range(len(parts)):
+                changed = list(shares)
+                changed[slowest] -= 1
+                changed[other] += 1
+                shapes = [
+                    self._best_of_part(ranks, share)
+                    for ranks, share in zip(parts, changed, strict=True)
+                ]
+                if other == slowest or not all(shapes):
+                    continue
+                found = [each[0] for each in shapes]
+                if _slowest(found) < best[0]:
+                    rest = [each[1:] for each in shapes]
+                    best = (_slowest(found), tuple(changed), found, rest)
+            if best[2] is chosen:
+                return chosen, others
+            _, shares, chosen, others = best
 
     def _candidate(
         self, parts: Sequence[tuple[int, ...]], chosen: Sequence[Estimate]
