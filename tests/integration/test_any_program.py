@@ -408,6 +408,22 @@ class Balanced(nn.Module):
         return F.cross_entropy(self.layer(x), labels, weight=weight)
 
 
+class Spectral(nn.Module):
+    """Filters sounds by their spectrum over time, and makes sounds of them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64, dtype=DOUBLE)
+        self.filter = nn.Parameter(torch.rand(9, 1, dtype=DOUBLE))
+        self.register_buffer("window", torch.hann_window(16, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape: dict[str, Any] = {"n_fft": 16, "hop_length": 4, "window": self.window}
+        spectrum = torch.stft(self.layer(x), **shape, return_complex=True)
+        sound = torch.istft(spectrum * self.filter, **shape, length=60)
+        return (sound - (2 * spectrum).istft(**shape)[:, :60]).square().mean()
+
+
 class MaskToken(nn.Module):
     """Masked places get one learned vector, places that are fixed another."""
 
@@ -513,6 +529,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "CTC loss, sum without infinities": (lambda: Speech("sum", zero_infinity=True), speech),
     "number of each class": (Balanced, lambda: (rows(8, WIDTH), torch.randint(0, 5, (8,)))),
     "Gaussian loss with a variance": (Uncertain, lambda: rows(8, WIDTH)),
+    "spectrum and back": (Spectral, lambda: rows(8, 64)),
 }
 
 
