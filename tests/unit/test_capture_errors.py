@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whale.capture.errors import CaptureError, explain, size_conditions
@@ -51,6 +52,16 @@ def own_assert(x: Tensor) -> Tensor:
 
 def equal(x: Tensor) -> Tensor:
     return x if torch.equal(x, -x) else -x  # HERE
+
+
+def masks_of_one_length(x: Tensor) -> Tensor:
+    y = x.detach()
+    return F.mse_loss(x[y > 0], y[y > 0])  # HERE
+
+
+def none_picked(x: Tensor) -> Tensor:
+    picked = torch.masked_select(x, x > 0)
+    return picked if picked.numel() else x  # HERE
 
 
 def bug(x: Tensor) -> Tensor:
@@ -120,6 +131,12 @@ def marked_line(step: Callable[[Tensor], Tensor]) -> int:
         (even_batch, "only for batch sizes with (batch % 2) == 0", "every number of samples"),
         (own_assert, "assert", "torch.compiler.is_exporting()"),
         (equal, "aten.equal", "stays a tensor"),
+        (
+            masks_of_one_length,
+            "that of `x[mask]`",
+            '(F.mse_loss(x, y, reduction="none") * mask).sum()',
+        ),
+        (none_picked, "that of `x[mask]`", "keep the full shape"),
         (bug, "TypeError: unsupported operand type(s)", "without Whale"),
         (wrong_shape, "same reduction dim", "without Whale"),
         (other_device, "two devices", "device=x.device"),

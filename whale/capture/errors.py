@@ -283,6 +283,15 @@ _RULES: tuple[_Rule, ...] = (
     ),
     _Rule(
         "GuardOnDataDependentSymNode",
+        r"Size-like symbols: u\d",
+        "Python needs a length that depends on what the tensors hold, as that of `x[mask]`, "
+        "`masked_select`, `nonzero` and `unique` does. The captured graph is the same for every "
+        "batch",
+        'keep the full shape and mask it: `(F.mse_loss(x, y, reduction="none") * mask).sum() / '
+        "mask.sum()` instead of `F.mse_loss(x[mask], y[mask])`",
+    ),
+    _Rule(
+        "GuardOnDataDependentSymNode",
         r"",
         "Python needs the value of a tensor here (`if`, `while`, `assert`, `and`, `float()`, "
         "`int()` or a comparison of `.item()`). The captured graph has one path for every batch, "
