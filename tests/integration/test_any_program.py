@@ -424,6 +424,23 @@ class Spectral(nn.Module):
         return (sound - (2 * spectrum).istft(**shape)[:, :60]).square().mean()
 
 
+class QuantisationAware(nn.Module):
+    """Weights and activations are rounded as they will be where the model is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 4, dtype=DOUBLE)
+        self.register_buffer("scale", torch.tensor([0.02, 0.05, 0.01, 0.03]))
+        self.register_buffer("zero_point", torch.zeros(4, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.fake_quantize_per_channel_affine(
+            self.layer.weight, self.scale, self.zero_point, 0, -8, 7
+        )
+        hidden = F.linear(x, weight, self.layer.bias)
+        return torch.fake_quantize_per_tensor_affine(hidden, 0.05, 3, 0, 15).square().mean()
+
+
 class MaskToken(nn.Module):
     """Masked places get one learned vector, places that are fixed another."""
 
@@ -529,6 +546,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "CTC loss, sum without infinities": (lambda: Speech("sum", zero_infinity=True), speech),
     "number of each class": (Balanced, lambda: (rows(8, WIDTH), torch.randint(0, 5, (8,)))),
     "Gaussian loss with a variance": (Uncertain, lambda: rows(8, WIDTH)),
+    "rounded weights and activations": (QuantisationAware, lambda: rows(8, WIDTH)),
     "spectrum and back": (Spectral, lambda: rows(8, 64)),
 }
 

@@ -64,6 +64,11 @@ def none_picked(x: Tensor) -> Tensor:
     return picked if picked.numel() else x  # HERE
 
 
+def no_shape(x: Tensor) -> Tensor:
+    one, none = torch.ones(1), torch.zeros(1)
+    return torch._fake_quantize_learnable_per_tensor_affine(x, one, none, 0, 255)  # HERE
+
+
 def bug(x: Tensor) -> Tensor:
     return x + "a"  # type: ignore[operator]  # HERE
 
@@ -137,6 +142,7 @@ def marked_line(step: Callable[[Tensor], Tensor]) -> int:
             '(F.mse_loss(x, y, reduction="none") * mask).sum()',
         ),
         (none_picked, "that of `x[mask]`", "keep the full shape"),
+        (no_shape, "learnable_per_tensor_affine.default` cannot be captured", "custom_op"),
         (bug, "TypeError: unsupported operand type(s)", "without Whale"),
         (wrong_shape, "same reduction dim", "without Whale"),
         (other_device, "two devices", "device=x.device"),
@@ -156,6 +162,7 @@ def test_names_module_line_and_what_to_try(
     )
     assert wrong in what
     assert wanted in advice
+    assert "draft_export" not in message
     assert explained.__cause__ is original
 
 

@@ -314,6 +314,14 @@ _RULES: tuple[_Rule, ...] = (
         "keep the full shape and mask it: `torch.where(mask, x, 0)` instead of `x[mask]`",
     ),
     _Rule(
+        "UnsupportedOperatorException",
+        r"(?P<operation>\S*)",
+        "`{operation}` cannot be captured: torch does not know the shape of its result before it "
+        "runs",
+        "write it with other operations of torch, or wrap it with `torch.library.custom_op` (with "
+        "`register_fake` and `register_autograd`)",
+    ),
+    _Rule(
         "TypeError",
         r"failed to unpack the object .* FakeTensor",
         "the value of a tensor becomes a size, as lengths do in `pack_padded_sequence`",

@@ -11,6 +11,8 @@ not hold them as they are. Each computes the same.
                                          is NaN or infinite, which stops the step
     torch.bincount(x, minlength=5)       counts of so many classes: torch's are as many as x has, or more;
                                          a class beyond them stops the step
+    torch.fake_quantize_per_...          the same numbers by elementwise operations: export does
+                                         not know the shape of the result
     torch.istft                          the same sums, NaN where no window reaches; torch reads the sum
                                          of the windows to raise
     torch.arange(2, 5).tolist()          the numbers: they depend on nothing
@@ -35,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from whale.capture.ctc_loss import ctc_loss
 from whale.capture.errors import CaptureError, calling_place
+from whale.capture.fake_quantize import fake_quantize_per_channel, fake_quantize_per_tensor
 from whale.capture.guards import code_swapped
 from whale.capture.istft import istft
 from whale.capture.size_numbers import SizeNumbers
@@ -157,6 +160,8 @@ class _KnownNumbers(TorchFunctionMode):
     STAND_INS: ClassVar[dict[Callable[..., Any], Callable[..., Tensor]]] = {
         torch.bincount: _bincount,
         torch.Tensor.bincount: _bincount,
+        torch.fake_quantize_per_channel_affine: fake_quantize_per_channel,
+        torch.fake_quantize_per_tensor_affine: fake_quantize_per_tensor,
         torch.istft: istft,
         torch.Tensor.istft: istft,
     }
