@@ -784,6 +784,40 @@ def test_says_which_element_went_to_which_argument() -> None:
         )
 
 
+NO_WORD_OF_NAMES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "masked entries": (lambda x, y: F.mse_loss(x[y > 0], y[y > 0]), "Python needs a length"),
+    "value": (lambda x, y: x.mean() if y.sum() > 0 else y.mean(), "Python needs the value"),
+    "numpy": (lambda x, y: x.mean() * float(y.numpy().sum()), "read outside torch"),
+    "not written yet": (lambda x, y: nn.Module()(x), "NotImplementedError"),
+    "not additive": (lambda x, y: (x - y).mean().exp(), "not a sum over samples"),
+}
+
+
+class OfTwo(nn.Module):
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+        self.function = function
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.function(self.layer(x), y)
+
+
+@pytest.mark.parametrize("name", NO_WORD_OF_NAMES)
+def test_does_not_speak_of_names_where_no_argument_is_wrong(name: str) -> None:
+    function, words = NO_WORD_OF_NAMES[name]
+    wh.init(wh.Config({"num_micro_batch": 2}))
+    with pytest.raises(ValueError, match=words) as caught:
+        wh.parallelize(OfTwo(function), (rows(8, WIDTH), rows(8, WIDTH)), optimizer=sgd)
+    assert "The batch has no names" not in str(caught.value)
+
+
+def test_shapes_that_do_not_fit_may_be_the_wrong_argument() -> None:
+    wh.init(wh.Config())
+    with pytest.raises(ValueError, match=r"\[0\] went to `x`, \[1\] went to `y`"):
+        wh.parallelize(OfTwo(torch.matmul), (rows(8, WIDTH), rows(8, 5)), optimizer=sgd)
+
+
 # ---- on several ranks
 
 

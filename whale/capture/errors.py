@@ -456,6 +456,10 @@ def limits_batch(error: BaseException) -> bool:
     return any(text in str(link) for link in _chain(error) for text in _LIMITS_BATCH)
 
 
+_ABOUT_ARGUMENTS = (TypeError, ValueError, IndexError, RuntimeError, AssertionError)
+"""what a forward raises that takes one tensor for another: types, shapes, the bool of a mask"""
+
+
 def explain(
     error: Exception,
     model: nn.Module,
@@ -466,12 +470,14 @@ def explain(
     sizes) from error`.
 
     With `sizes`, noted by `size_conditions` during the export, conditions on the batch size have a
-    line too. `arguments`: which element of the batch went to which argument.
+    line too. `arguments`: which element of the batch went to which argument; said where the forward
+    may have got the wrong one.
     """
     if isinstance(error, CaptureError):
         return error
     raised, place = _error_place(error, module_names(model))
     places = [place] if place.inside else []
+    went = ""
     if known := _known(error, place):
         rule, words = known
         wrong = rule.wrong.format(**words)
@@ -492,6 +498,8 @@ def explain(
             "call the model on the sample batch without Whale; if it fails in the same way, the "
             "mistake is in this line"
         )
+        if isinstance(raised, _ABOUT_ARGUMENTS) and not isinstance(raised, NotImplementedError):
+            went = arguments
     else:
         wrong = f"torch.export raised {type(error).__name__}: {_message(error)}"
         advice = (
@@ -500,10 +508,8 @@ def explain(
         )
     where = [f"  at {each.describe()}" for each in places] or [f"  in {type(model).__name__}"]
     lines = ["The model cannot be captured.", *where, f"  What is wrong: {wrong}."]
-    if arguments and place.inside:
-        lines.append(
-            f"  The batch has no names: {arguments}. If that is not meant, give it as a dict."
-        )
+    if went:
+        lines.append(f"  The batch has no names: {went}. If that is not meant, give it as a dict.")
     explained = CaptureError("\n".join([*lines, f"  Try: {advice}."]))
     explained.__cause__ = error
     return explained
