@@ -408,6 +408,39 @@ class Balanced(nn.Module):
         return F.cross_entropy(self.layer(x), labels, weight=weight)
 
 
+class Spectral(nn.Module):
+    """Filters sounds by their spectrum over time, and makes sounds of them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64, dtype=DOUBLE)
+        self.filter = nn.Parameter(torch.rand(9, 1, dtype=DOUBLE))
+        self.register_buffer("window", torch.hann_window(16, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape: dict[str, Any] = {"n_fft": 16, "hop_length": 4, "window": self.window}
+        spectrum = torch.stft(self.layer(x), **shape, return_complex=True)
+        sound = torch.istft(spectrum * self.filter, **shape, length=60)
+        return (sound - (2 * spectrum).istft(**shape)[:, :60]).square().mean()
+
+
+class QuantisationAware(nn.Module):
+    """Weights and activations are rounded as they will be where the model is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 4, dtype=DOUBLE)
+        self.register_buffer("scale", torch.tensor([0.02, 0.05, 0.01, 0.03]))
+        self.register_buffer("zero_point", torch.zeros(4, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.fake_quantize_per_channel_affine(
+            self.layer.weight, self.scale, self.zero_point, 0, -8, 7
+        )
+        hidden = F.linear(x, weight, self.layer.bias)
+        return torch.fake_quantize_per_tensor_affine(hidden, 0.05, 3, 0, 15).square().mean()
+
+
 class MaskToken(nn.Module):
     """Masked places get one learned vector, places that are fixed another."""
 
@@ -513,6 +546,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "CTC loss, sum without infinities": (lambda: Speech("sum", zero_infinity=True), speech),
     "number of each class": (Balanced, lambda: (rows(8, WIDTH), torch.randint(0, 5, (8,)))),
     "Gaussian loss with a variance": (Uncertain, lambda: rows(8, WIDTH)),
+    "rounded weights and activations": (QuantisationAware, lambda: rows(8, WIDTH)),
+    "spectrum and back": (Spectral, lambda: rows(8, 64)),
 }
 
 
@@ -747,6 +782,40 @@ def test_says_which_element_went_to_which_argument() -> None:
             optimizer=sgd,
             loss=lambda output, given: F.mse_loss(output, given[1]),
         )
+
+
+NO_WORD_OF_NAMES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "masked entries": (lambda x, y: F.mse_loss(x[y > 0], y[y > 0]), "Python needs a length"),
+    "value": (lambda x, y: x.mean() if y.sum() > 0 else y.mean(), "Python needs the value"),
+    "numpy": (lambda x, y: x.mean() * float(y.numpy().sum()), "read outside torch"),
+    "not written yet": (lambda x, y: nn.Module()(x), "NotImplementedError"),
+    "not additive": (lambda x, y: (x - y).mean().exp(), "not a sum over samples"),
+}
+
+
+class OfTwo(nn.Module):
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+        self.function = function
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.function(self.layer(x), y)
+
+
+@pytest.mark.parametrize("name", NO_WORD_OF_NAMES)
+def test_does_not_speak_of_names_where_no_argument_is_wrong(name: str) -> None:
+    function, words = NO_WORD_OF_NAMES[name]
+    wh.init(wh.Config({"num_micro_batch": 2}))
+    with pytest.raises(ValueError, match=words) as caught:
+        wh.parallelize(OfTwo(function), (rows(8, WIDTH), rows(8, WIDTH)), optimizer=sgd)
+    assert "The batch has no names" not in str(caught.value)
+
+
+def test_shapes_that_do_not_fit_may_be_the_wrong_argument() -> None:
+    wh.init(wh.Config())
+    with pytest.raises(ValueError, match=r"\[0\] went to `x`, \[1\] went to `y`"):
+        wh.parallelize(OfTwo(torch.matmul), (rows(8, WIDTH), rows(8, 5)), optimizer=sgd)
 
 
 # ---- on several ranks

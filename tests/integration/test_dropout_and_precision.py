@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Normal
 from torch.utils.checkpoint import checkpoint
 
 import whale as wh
@@ -75,6 +78,69 @@ def test_dropout_differs_between_samples_and_comes_again_with_the_seed() -> None
     assert len(set(seen)) == len(seen), "two samples got the same mask"
     assert 0.35 < sum(map(sum, seen)) / (len(seen) * NUM_MASKED) < 0.65
     assert first[2] == powers(8).sum().item(), "there is no dropout in evaluation"
+
+
+COINS: dict[str, Callable[[Tensor], Tensor]] = {
+    "randn_like": lambda x: torch.randn_like(x) > 0,
+    "rand of sizes": lambda x: torch.rand(x.shape[0], NUM_MASKED) > 0.5,
+    "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.5),
+    "rsample": lambda x: Normal(torch.zeros_like(x), 1.0).rsample() > 0,
+    "gumbel": lambda x: F.gumbel_softmax(torch.stack((x, x), -1) * 0, hard=True)[..., 0],
+    "dropout in evaluation": lambda x: F.dropout(torch.ones_like(x), 0.5) > 0,
+}
+
+
+class Noisy(Dropped):
+    """Draws in training and in evaluation. Its loss shows the masks of forward, its gradient those
+    of backward.
+    """
+
+    def __init__(self, coin: str) -> None:
+        super().__init__()
+        self.coin = COINS[coin]
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: Tensor = self.coin(x)
+        return (2 * x * self.weight * kept.to(x.dtype)).sum()
+
+
+Draws = tuple[list[float], list[Tensor], list[float]]
+
+
+def draw_noise(coin: str, seed: int) -> Draws:
+    """(losses, gradients of two steps, losses of two evaluations after them)."""
+    wh.init({"num_micro_batch": 2, "seed": seed})
+    engine = wh.parallelize(
+        Noisy(coin), powers(8), optimizer=lambda params: torch.optim.SGD(params, lr=0.0)
+    )
+    losses = []
+    gradients = []
+    for _ in range(2):
+        losses.append(engine.step(powers(8)).loss)
+        gradients.append(engine.gradients()["weight"].clone())
+    evaluated = [engine.evaluate(powers(8)).loss for _ in range(2)]
+    return losses, gradients, [loss for loss in evaluated if loss is not None]
+
+
+def draw_all_noise() -> dict[str, tuple[Draws, Draws, Draws]]:
+    return {coin: (draw_noise(coin, 1), draw_noise(coin, 1), draw_noise(coin, 2)) for coin in COINS}
+
+
+def test_noise_differs_between_samples_and_comes_again_with_the_seed() -> None:
+    """No two samples of 2 devices x 2 micro-batches x 2 steps x 2 seeds get the same noise."""
+    on_ranks = run_ranks(draw_all_noise, 2)
+    for coin in COINS:
+        first, again, other = on_ranks[0][coin]
+        assert first[0] == again[0] and first[2] == again[2], coin
+        seen = []
+        for losses, gradients, evaluated in (first, other):
+            for loss, gradient in zip(losses, gradients, strict=True):
+                assert loss == gradient.sum().item(), "backward knows the noise of forward"
+                seen += [tuple(mask) for mask in masks_of(gradient, 8)]
+            assert len({*losses, *evaluated}) == 4, f"{coin}: two batches got the same noise"
+        assert len(set(seen)) == len(seen) == 32, f"{coin}: two samples got the same noise"
+        assert 0.4 < sum(map(sum, seen)) / (len(seen) * NUM_MASKED) < 0.6
+        assert on_ranks[1][coin][0][0] == first[0], "the ranks have one loss"
 
 
 # ---- mixed precision

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whale.capture.errors import CaptureError, explain, size_conditions
@@ -51,6 +52,21 @@ def own_assert(x: Tensor) -> Tensor:
 
 def equal(x: Tensor) -> Tensor:
     return x if torch.equal(x, -x) else -x  # HERE
+
+
+def masks_of_one_length(x: Tensor) -> Tensor:
+    y = x.detach()
+    return F.mse_loss(x[y > 0], y[y > 0])  # HERE
+
+
+def none_picked(x: Tensor) -> Tensor:
+    picked = torch.masked_select(x, x > 0)
+    return picked if picked.numel() else x  # HERE
+
+
+def no_shape(x: Tensor) -> Tensor:
+    one, none = torch.ones(1), torch.zeros(1)
+    return torch._fake_quantize_learnable_per_tensor_affine(x, one, none, 0, 255)  # HERE
 
 
 def bug(x: Tensor) -> Tensor:
@@ -120,6 +136,13 @@ def marked_line(step: Callable[[Tensor], Tensor]) -> int:
         (even_batch, "only for batch sizes with (batch % 2) == 0", "every number of samples"),
         (own_assert, "assert", "torch.compiler.is_exporting()"),
         (equal, "aten.equal", "stays a tensor"),
+        (
+            masks_of_one_length,
+            "that of `x[mask]`",
+            '(F.mse_loss(x, y, reduction="none") * mask).sum()',
+        ),
+        (none_picked, "that of `x[mask]`", "keep the full shape"),
+        (no_shape, "learnable_per_tensor_affine.default` cannot be captured", "custom_op"),
         (bug, "TypeError: unsupported operand type(s)", "without Whale"),
         (wrong_shape, "same reduction dim", "without Whale"),
         (other_device, "two devices", "device=x.device"),
@@ -139,6 +162,7 @@ def test_names_module_line_and_what_to_try(
     )
     assert wrong in what
     assert wanted in advice
+    assert "draft_export" not in message
     assert explained.__cause__ is original
 
 

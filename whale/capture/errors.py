@@ -283,6 +283,15 @@ _RULES: tuple[_Rule, ...] = (
     ),
     _Rule(
         "GuardOnDataDependentSymNode",
+        r"Size-like symbols: u\d",
+        "Python needs a length that depends on what the tensors hold, as that of `x[mask]`, "
+        "`masked_select`, `nonzero` and `unique` does. The captured graph is the same for every "
+        "batch",
+        'keep the full shape and mask it: `(F.mse_loss(x, y, reduction="none") * mask).sum() / '
+        "mask.sum()` instead of `F.mse_loss(x[mask], y[mask])`",
+    ),
+    _Rule(
+        "GuardOnDataDependentSymNode",
         r"",
         "Python needs the value of a tensor here (`if`, `while`, `assert`, `and`, `float()`, "
         "`int()` or a comparison of `.item()`). The captured graph has one path for every batch, "
@@ -303,6 +312,14 @@ _RULES: tuple[_Rule, ...] = (
         r"(?P<operation>\S*)",
         "the shape of the result of `{operation}` depends on what the tensors hold",
         "keep the full shape and mask it: `torch.where(mask, x, 0)` instead of `x[mask]`",
+    ),
+    _Rule(
+        "UnsupportedOperatorException",
+        r"(?P<operation>\S*)",
+        "`{operation}` cannot be captured: torch does not know the shape of its result before it "
+        "runs",
+        "write it with other operations of torch, or wrap it with `torch.library.custom_op` (with "
+        "`register_fake` and `register_autograd`)",
     ),
     _Rule(
         "TypeError",
@@ -439,6 +456,10 @@ def limits_batch(error: BaseException) -> bool:
     return any(text in str(link) for link in _chain(error) for text in _LIMITS_BATCH)
 
 
+_ABOUT_ARGUMENTS = (TypeError, ValueError, IndexError, RuntimeError, AssertionError)
+"""what a forward raises that takes one tensor for another: types, shapes, the bool of a mask"""
+
+
 def explain(
     error: Exception,
     model: nn.Module,
@@ -449,12 +470,14 @@ def explain(
     sizes) from error`.
 
     With `sizes`, noted by `size_conditions` during the export, conditions on the batch size have a
-    line too. `arguments`: which element of the batch went to which argument.
+    line too. `arguments`: which element of the batch went to which argument; said where the forward
+    may have got the wrong one.
     """
     if isinstance(error, CaptureError):
         return error
     raised, place = _error_place(error, module_names(model))
     places = [place] if place.inside else []
+    went = ""
     if known := _known(error, place):
         rule, words = known
         wrong = rule.wrong.format(**words)
@@ -475,6 +498,8 @@ def explain(
             "call the model on the sample batch without Whale; if it fails in the same way, the "
             "mistake is in this line"
         )
+        if isinstance(raised, _ABOUT_ARGUMENTS) and not isinstance(raised, NotImplementedError):
+            went = arguments
     else:
         wrong = f"torch.export raised {type(error).__name__}: {_message(error)}"
         advice = (
@@ -483,10 +508,8 @@ def explain(
         )
     where = [f"  at {each.describe()}" for each in places] or [f"  in {type(model).__name__}"]
     lines = ["The model cannot be captured.", *where, f"  What is wrong: {wrong}."]
-    if arguments and place.inside:
-        lines.append(
-            f"  The batch has no names: {arguments}. If that is not meant, give it as a dict."
-        )
+    if went:
+        lines.append(f"  The batch has no names: {went}. If that is not meant, give it as a dict.")
     explained = CaptureError("\n".join([*lines, f"  Try: {advice}."]))
     explained.__cause__ = error
     return explained

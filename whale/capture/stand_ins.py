@@ -11,6 +11,10 @@ not hold them as they are. Each computes the same.
                                          is NaN or infinite, which stops the step
     torch.bincount(x, minlength=5)       counts of so many classes: torch's are as many as x has, or more;
                                          a class beyond them stops the step
+    torch.fake_quantize_per_...          the same numbers by elementwise operations: export does
+                                         not know the shape of the result
+    torch.istft                          the same sums, NaN where no window reaches; torch reads the sum
+                                         of the windows to raise
     torch.arange(2, 5).tolist()          the numbers: they depend on nothing
     int(size) for size in x.shape        the size as it is, still a symbol (`sizes_stay_symbols`)
 """
@@ -24,7 +28,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +37,9 @@ from torch.overrides import TorchFunctionMode
 
 from whale.capture.ctc_loss import ctc_loss
 from whale.capture.errors import CaptureError, calling_place
+from whale.capture.fake_quantize import fake_quantize_per_channel, fake_quantize_per_tensor
 from whale.capture.guards import code_swapped
+from whale.capture.istft import istft
 from whale.capture.size_numbers import SizeNumbers
 from whale.compat import causal_mask_detection, patched, patched_item, without_modes
 from whale.names import names_of
@@ -147,11 +153,19 @@ def _bincount(classes: Tensor, weights: Tensor | None = None, minlength: int = 0
 
 
 class _KnownNumbers(TorchFunctionMode):
-    """Counts classes by `_bincount`, and remembers tensors that are made of Python numbers alone,
-    until somebody asks for these.
+    """Calls the stand-ins of functions of torch's C++, and remembers tensors that are made of Python
+    numbers alone, until somebody asks for these.
     """
 
-    COUNTS = (torch.bincount, torch.Tensor.bincount)
+    STAND_INS: ClassVar[dict[Callable[..., Any], Callable[..., Tensor]]] = {
+        torch.bincount: _bincount,
+        torch.Tensor.bincount: _bincount,
+        torch.fake_quantize_per_channel_affine: fake_quantize_per_channel,
+        torch.fake_quantize_per_tensor_affine: fake_quantize_per_tensor,
+        torch.istft: istft,
+        torch.Tensor.istft: istft,
+    }
+    """of functions that are no Python code, which could be swapped"""
     MAKERS = (torch.arange, torch.linspace)
     FOLLOWED = names_of("__getitem__ unbind select __mul__ __rmul__ __add__ __radd__ __sub__ flip")
     """operations after which the numbers are still known, where all else is numbers"""
@@ -169,8 +183,8 @@ class _KnownNumbers(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in self.COUNTS:
-            return _bincount(*args, **kwargs)
+        if func in self.STAND_INS:
+            return self.STAND_INS[func](*args, **kwargs)
         if func in self.MAKERS:
             result = func(*args, **kwargs)
             numbers = [*args, *(kwargs.get(name, 0) for name in ("start", "end", "step", "steps"))]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from whale.lowering.inputs import own_rows
+from whale.runtime.accumulation import DRAW_SHIFT
 from whale.runtime.batches import Batches
 from whale.runtime.executor import StepInput
 from whale.runtime.job import Job
@@ -22,6 +23,8 @@ class Evaluation:
         self._job = job
         self._shapes = shapes
         self._batches = batches
+        self._step = -1
+        self._num_evaluated = 0  # batches since that step
 
     def run(self, batch: Any, step: int, outputs: bool) -> EvaluationResult:
         """Loss (when the batch has labels) and, where they are asked for, the outputs on rank 0.
@@ -41,7 +44,7 @@ class Evaluation:
         copied = lowered.inputs.copy(tensors, samples)
         everything = lowered.inputs.placeholders(copied, layout.batch_size)
         rows = own_rows(samples) if copied.has_own_rows else samples
-        outcome = executor.run(StepInput(everything, step, rows), None)
+        outcome = executor.run(StepInput(everything, self._draw(step), rows), None)
         totals = None
         if prepared.num_terms:
             totals = Totals(torch.stack([outcome.loss]), ranks, self._shapes.transport)
@@ -51,6 +54,17 @@ class Evaluation:
             self._job.warn_once(f"engine.evaluate: {warning}")
         gathered = gather_outputs(lowered, outcome, executor.program, totals, ranks)
         return EvaluationResult(totals, gathered)
+
+    def _draw(self, step: int) -> int:
+        """What random numbers are drawn from (a model may draw in evaluation, too): others for every
+        batch that is evaluated before a step, and none that a training step gets.
+        """
+        if step != self._step:
+            self._step = step
+            self._num_evaluated = 0
+        draw = step + (self._num_evaluated << DRAW_SHIFT)
+        self._num_evaluated += 1
+        return -1 - draw
 
     def _refuse_small(self, batch_size: int) -> None:
         least = widest(self._job.plan)
