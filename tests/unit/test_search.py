@@ -426,14 +426,18 @@ def test_one_precision_for_cards_that_want_different_ones() -> None:
     kinds = ["RTX-3090", "V100-16GB"]
     devices = tuple(Device(rank, "a", rank, device_kind(kind)) for rank, kind in enumerate(kinds))
     cluster = Cluster(devices, Link(1e9, 1e-6), Link(1e9, 1e-6))
-    each, other, together = precision_notes(problem_of(lambda: plan_of(cluster=cluster)))
+    each, other, together, caveat = precision_notes(problem_of(lambda: plan_of(cluster=cluster)))
     assert each.startswith('RTX-3090: fp32 multiplies at 35.6 TFLOP/s; "precision": "bf16" at 71')
     assert other.startswith(
         'V100-16GB: fp32 multiplies at 15.7 TFLOP/s; "precision": "fp16" at 125'
     )
-    assert '"fp16" is the fastest' in together and "fp32 51.3, bf16 86.7, fp16 196" in together
+    assert other.endswith("a peak rate of products 7.96 times higher")
+    assert "Peak rates are not steps" in caveat and "`whale plan`" in caveat
+    assert '"fp16" has the highest peak rate' in together
+    assert "fp32 51.3, bf16 86.7, fp16 196" in together
     bf16 = precision_notes(problem_of(lambda: plan_of(cluster=cluster, precision="bf16")))
-    assert len(bf16) == 1 and "V100-16GB: bf16 (it has no tensor cores for it)" in bf16[0]
+    assert bf16[1:] == [caveat]
+    assert "V100-16GB: bf16 (it has no tensor cores for it)" in bf16[0]
 
 
 def test_estimates_count_links_that_every_micro_batch_takes() -> None:

@@ -7,12 +7,16 @@ from whale.units import compared
 
 PRECISIONS = ("fp32", *HALF_PRECISIONS)
 WORTH_IT = 1.05
-"""times faster: less is not worth a change"""
+"""times the rate: less is not worth a change"""
+STEPS_DIFFER = (
+    "Peak rates are not steps: something else (memory, messages, the slowest stage) may limit the "
+    "step. Set the precision and run `whale plan` to see its step."
+)
 
 
 def precision_notes(problem: Problem) -> list[str]:
     """Sentences on each kind that another precision than the job's is faster on, then on all
-    devices together, since all ranks compute in one.
+    devices together, since all ranks compute in one. They compare peak rates, not steps.
     """
     asked = problem.dtype
     devices = problem.cluster.devices
@@ -29,7 +33,7 @@ def precision_notes(problem: Problem) -> list[str]:
         notes.append(
             f"{kind.name}: {asked}{slow} multiplies at {_tera(rates[asked])} TFLOP/s; "
             f'"precision": "{best}" at {_tera(rates[best])}, '
-            f"{compared(rates[best] / rates[asked], 'faster', 'slower')}"
+            f"a peak rate of products {compared(rates[best] / rates[asked], 'higher', 'lower')}"
         )
     totals = {}
     for name in (*PRECISIONS, "tf32"):
@@ -38,15 +42,18 @@ def precision_notes(problem: Problem) -> list[str]:
     if has_tf32 and totals["tf32"] > WORTH_IT * totals["fp32"]:
         notes.append(
             'float32 products in TF32, torch.set_float32_matmul_precision("high"): '
-            f"{compared(totals['tf32'] / totals['fp32'], 'faster', 'slower')}, all devices together"
+            f"a peak rate of products {compared(totals['tf32'] / totals['fp32'], 'higher', 'lower')}, "
+            "all devices together"
         )
     best = max(PRECISIONS, key=lambda name: totals[name])
     if len(set(wanted)) > 1 or (wanted and best not in wanted):
         rates_of_all = ", ".join(f"{name} {_tera(totals[name])}" for name in PRECISIONS)
         notes.append(
-            f'All ranks compute in one precision: "{best}" is the fastest, all devices together '
-            f"(TFLOP/s: {rates_of_all})"
+            f'All ranks compute in one precision: "{best}" has the highest peak rate of products, all '
+            f"devices together (TFLOP/s: {rates_of_all})"
         )
+    if notes:
+        notes.append(STEPS_DIFFER)
     return notes
 
 
