@@ -342,6 +342,36 @@ def test_a_rank_that_the_plan_leaves_out_has_no_times(tmp_path: Path) -> None:
     assert rehearsal.measured == [[("F0.0", 0.0, 1.0), ("all-reduce", 1.0, 1.5)], []]
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "--lr 3 --emulate cluster.yaml",
+            "whale run: --emulate stands behind the script and goes to it; options of whale run "
+            "stand before it\n",
+        ),
+        (
+            "-n 2 --stretch=4 -n 3",
+            "whale run: -n, --stretch stand behind the script and go to it; options of whale run "
+            "stand before it\n",
+        ),
+        ("--lr 3 emulate script arguments --help", ""),
+    ],
+)
+def test_options_of_whale_run_behind_the_script_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, line: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    passed_on: list[list[str]] = []
+    monkeypatch.setattr(
+        "whale.cli.running._launch", lambda script, arguments, *_: passed_on.append(arguments)
+    )
+    result = CliRunner().invoke(app, ["run", "-n", "1", str(script), *words.split()])
+    assert (result.exit_code, result.stderr) == (0, line)
+    assert passed_on == [words.split()]
+
+
 def refused(*words: str) -> str:
     result = CliRunner().invoke(app, ["run", *words])
     assert result.exit_code == 2

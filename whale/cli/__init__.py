@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperCommand
 
-from whale.cli.options import OptionsAroundScript, Spelled, own_options_first
+from whale.cli.options import OptionsAroundScript, OptionsBeforeScript, Spelled, own_options_first
 from whale.cli.planning import advise, plan
 from whale.cli.profiling import profile
 from whale.cli.running import run
@@ -52,7 +52,7 @@ def _top(
 
 
 OF_SCRIPTS: dict[Callable[..., None], type[TyperCommand]] = {
-    run: Spelled,
+    run: OptionsBeforeScript,
     plan: OptionsAroundScript,
     advise: OptionsAroundScript,
 }

@@ -92,6 +92,25 @@ class Spelled(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+class OptionsBeforeScript(Spelled):
+    """`whale run`: all behind the script is the script's. Says so where a word there may have been
+    meant for Whale.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        own = {name for parameter in self.params for name in parameter.opts}
+        words = [word.partition("=")[0] for word in ctx.params.get("arguments") or ()]
+        if found := [word for word in dict.fromkeys(words) if word.startswith("-") and word in own]:
+            stand, go = ("stands", "goes") if len(found) == 1 else ("stand", "go")
+            print(
+                f"whale {self.name}: {', '.join(found)} {stand} behind the script and {go} to it; "
+                f"options of whale {self.name} stand before it",
+                file=sys.stderr,
+            )
+        return rest
+
+
 class OptionsAroundScript(Spelled):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, own_options_first(args))
