@@ -320,7 +320,7 @@ def test_an_invalid_run_is_called_invalid(tmp_path: Path) -> None:
     words = _verdict(rehearsal)
     assert (
         words.startswith("INVALID: 2 of 50 actions (4.0 %)")
-        and "F0.1 on rank 0, 30.0 ms late" in words
+        and "the forward of stage 0, micro-batch 1 (F0.1) on rank 0, 30.0 ms late" in words
         and "--stretch 42" in words  # twice 7 x 3
     )
 

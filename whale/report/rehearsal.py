@@ -16,6 +16,7 @@ from rich.table import Table
 from whale.emulation.pace import MOST_OVERRUNS
 from whale.emulation.timeline import PREDICTION_FILE, Event, RankRecord, read_records
 from whale.report.timeline import LEGEND, picture
+from whale.scheduling.action import in_words, parse_action
 from whale.simulation.timeline import ALL_REDUCE
 from whale.units import human_bytes, human_seconds
 
@@ -238,7 +239,8 @@ def _verdict(rehearsal: Rehearsal) -> str:
     )
     if not late:
         return f"valid: {counted}"
-    worst = f"the worst was {action} on rank {rank}, {human_seconds(late_s)} late"
+    named = in_words(parse_action(action))
+    worst = f"the worst was {named} on rank {rank}, {human_seconds(late_s)} late"
     if rehearsal.is_valid:
         return f"valid: {counted}; {worst}"
     # twice the worst of this run: the next one has other moments in which the machine is busy

@@ -116,6 +116,24 @@ class Action:
         return str(self.kind)
 
 
+_WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "input gradient",
+    Kind.WEIGHT: "weight gradient",
+}
+
+
+def in_words(action: Action) -> str:
+    """A compute action for people: `the forward of stage 2, micro-batch 0 (F2.0)`; others as
+    `str` has them.
+    """
+    if not action.is_compute:
+        return str(action)
+    place = f"stage {action.stage}, micro-batch {action.micro_batch}"
+    return f"the {_WORDS[action.kind]} of {place} ({action})"
+
+
 def forward(stage: int, micro_batch: int) -> Action:
     return Action(Kind.FORWARD, stage, micro_batch)
 
