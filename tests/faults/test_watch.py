@@ -27,6 +27,7 @@ from whale.distributed.hub import (
     Process,
     SeenRank,
     all_raised,
+    beat_s,
     judge,
     positions,
 )
@@ -83,6 +84,22 @@ LATE = GRACE_S + 0.1
 )
 def test_who_is_the_cause(ends: list[tuple[End, float] | None], expected: int | None) -> None:
     assert cause(ranks(*ends)) == expected
+
+
+def test_the_verdict_waits_for_news_of_where_the_others_stand() -> None:
+    """Rank 1 follows from rank 2's death at once; the last beat of rank 0 is older than that."""
+    found = ranks(None, (End.FOLLOWED, SOON), (End.DIED, SOON))
+    found[0].heard_at = NOW - SOON - 0.05
+    assert cause(found) is None
+    assert cause(found, NOW + 0.05) is None
+    found[0].heard_at = NOW + 0.05
+    found[0].position = "F0.3"
+    verdict = judge(found, TIMEOUT_S, NOW + 0.05)
+    assert verdict is not None
+    assert verdict.cause == 2
+    assert "rank 0 at F0.3" in verdict.text
+    found[0].heard_at = NOW - SOON - 0.05
+    assert cause(found, NOW + 2 * beat_s(3)) == 2  # it says nothing more: no reason to wait longer
 
 
 def test_silence() -> None:

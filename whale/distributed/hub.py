@@ -135,7 +135,9 @@ def judge(ranks: Mapping[int, SeenRank], timeout_s: float, now: float) -> Verdic
     if causes:
         is_sure = bool(followed or terminated) or now - ranks[causes[0]].ended_at > GRACE_S
         concerns_any = any(not seen.has_left for rank, seen in ranks.items() if rank != causes[0])
-        return _verdict(causes[0], ranks, now) if is_sure and concerns_any else None
+        if not is_sure or not concerns_any or not _are_positions_fresh(ranks, causes[0], now):
+            return None
+        return _verdict(causes[0], ranks, now)
     other = _other_batch(ranks)
     if other is not None:
         return _verdict(other[0], ranks, now)
@@ -150,6 +152,19 @@ def judge(ranks: Mapping[int, SeenRank], timeout_s: float, now: float) -> Verdic
         if is_expected and now - seen.heard_at > timeout_s:
             silent.append(rank)
     return _verdict(min(silent), ranks, now) if silent else None
+
+
+def _are_positions_fresh(ranks: Mapping[int, SeenRank], cause: int, now: float) -> bool:
+    """Whether the others were heard of since `cause` ended, so that the verdict can say where they
+    stand: a whole step of a small model may pass between two beats. They have two beats' time.
+    """
+    ended_at = ranks[cause].ended_at
+    if now - ended_at > 2 * beat_s(len(ranks)):
+        return True
+    return all(
+        seen.end is not None or seen.has_left or seen.heard_at >= ended_at
+        for seen in ranks.values()
+    )
 
 
 def all_raised(ranks: Iterable[SeenRank]) -> bool:
