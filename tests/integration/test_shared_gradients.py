@@ -99,6 +99,12 @@ def traced(function: Any, *shapes: tuple[int, ...]) -> frozenset[str]:
     return may_share_gradients(graph)
 
 
+def test_a_product_passes_the_gradient_on_to_what_is_added_to_it() -> None:
+    addmm = torch.addmm
+    assert traced(lambda x, a, b: addmm(a, x.T, x) + b, (3, 3), (3, 3)) == {"p0", "p1"}
+    assert not traced(lambda x, a: addmm(a, x.T, x).tanh() * a, (3,))
+
+
 def test_only_gradients_that_may_be_shared_are_copied() -> None:
     assert traced(lambda x, a, b: x + (a[None] + b[None]).sum(), (3,), (3,)) == {"p0", "p1"}
     assert traced(lambda x, a, b: x * torch.cat([a, b]).sum(), (3,), (3,)) == {"p0", "p1"}

@@ -695,6 +695,7 @@ NAMES_ELSEWHERE = {
     "lowering/communication.py": "local forms that run in place of an operation",
     "lowering/program.py": "embeddings with sparse gradients",
     "planning/problem.py": "instance norm with running statistics is refused",
+    "sharding/describe.py": "what the plan lists when devices have parts of it",
     "sharding/expert_rows.py": "tokens travel for `expert_mm` alone",
     "sharding/local.py": "local forms that run in place of an operation",
 }
@@ -710,12 +711,16 @@ def _asks_for_names(tree: ast.Module) -> bool:
 
 
 def _compared_words(tree: ast.Module) -> set[str]:
+    """Words in comparisons, and in the sets that a module begins with: it may look names up there."""
+    places: list[ast.AST] = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
     words: set[str] = set()
-    for comparison in ast.walk(tree):
-        if isinstance(comparison, ast.Compare):
-            for part in ast.walk(comparison):
-                if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                    words.add(part.value)
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign):
+            places += [node for node in ast.walk(statement) if isinstance(node, ast.Set)]
+    for place in places:
+        for part in ast.walk(place):
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                words.add(part.value)
     return words
 
 
@@ -911,6 +916,39 @@ def test_a_product_is_linear_in_its_factors(example: tuple[Any, ...]) -> None:
     groups = call.row.linear(call.op)
     for place in call.row.factors or ():
         assert any(place in group for group in groups)
+
+
+PASSING = [each for each in EXAMPLES if call_of(each).row.passes_gradient_to is not None]
+
+
+@pytest.mark.parametrize("example", PASSING, ids=identity)
+def test_a_gradient_that_is_not_passed_on_lies_in_new_memory(example: tuple[Any, ...]) -> None:
+    call = call_of(example)
+    assert call.row.passes_gradient_to is not None
+    receivers = call.row.passes_gradient_to(call.node)
+    statistics = {call.op.slot("running_mean"), call.op.slot("running_var")}
+    inputs: list[Tensor] = []
+    for place, tensor in enumerate(call.inputs):
+        inputs.append(tensor.clone())
+        inputs[-1].requires_grad = is_differentiable(tensor) and place not in statistics
+    shapes = [tuple(one.shape) for one in results_of(call.result)]
+    results = [one for one in call.run(inputs, shapes) if one.requires_grad]
+    leaves = [one for one in inputs if one.requires_grad]
+    readers = [node for node, one in zip(call.op.inputs, inputs, strict=True) if one.requires_grad]
+    if not results:
+        return  # views of bits, and whole numbers
+    given = [torch.randn_like(one) for one in results]
+    gradients = torch.autograd.grad(results, leaves, given, allow_unused=True)
+    num_entries = max(one.numel() for one in results)
+    shared = {one.untyped_storage().data_ptr() for one in given}
+    for node, gradient in zip(readers, gradients, strict=True):
+        if gradient is None or 0 in gradient.stride():
+            continue  # torch copies a gradient that is expanded
+        if node in receivers and gradient.numel() == num_entries:
+            continue
+        storage = gradient.untyped_storage().data_ptr()
+        assert storage not in shared, f"the gradient of {node} is not in new memory"
+        shared.add(storage)
 
 
 @pytest.mark.parametrize(

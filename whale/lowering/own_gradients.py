@@ -17,20 +17,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from whale.operations.nodes import op_name
-from whale.operations.table import GROUPED_PRODUCTS, LAYERS, PERMUTES, SPLITS, VIEWS
-
-NORMS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"}
-PRODUCTS = {"mul", "bmm", "einsum", "embedding", "embedding_bag"}
-FRESH = LAYERS | GROUPED_PRODUCTS | NORMS | PRODUCTS
-"""operations that compute the gradients of what they read into new memory"""
-ONE_SOURCE = VIEWS | PERMUTES | SPLITS | {"getitem", "select", "slice", "unbind"}
-"""operations whose gradient has as much memory to itself as that of their result"""
-SUMS = {"add", "sub"}
-"""operations that reduce a gradient to new memory for what they broadcast"""
+from whale.operations.table import row_named
 
 
 def may_share_gradients(graph: Graph) -> frozenset[str]:
-    """Names of these parameters. Of an operation that is not known, all that it reads."""
+    """Names of these parameters; all that an unknown operation reads are among them."""
     reads = (node for node in graph.nodes if node.op == "get_attr")
     return frozenset(str(node.target) for node in reads if _may_share(node))
 
@@ -38,17 +29,22 @@ def may_share_gradients(graph: Graph) -> frozenset[str]:
 def _may_share(value: Node) -> bool:
     """Whether the gradient of a value may lie in memory that another gradient lies in, too."""
     for user in value.users:
-        name = op_name(user)
-        if name in FRESH or (name in SUMS and _is_broadcast(value, user)):
+        receivers_of = row_named(op_name(user)).passes_gradient_to
+        # the rules go by place: an argument by name is rare
+        if receivers_of is None or value in user.kwargs.values():
+            return True
+        receivers = receivers_of(user)
+        if value not in receivers or _is_broadcast(value, user):
             continue
-        if name in ONE_SOURCE and not _may_share(user):
-            continue
-        return True
+        # alone with the gradient of the result, it has as much memory to itself as that one
+        if len(receivers) > 1 or _may_share(user):
+            return True
     return False
 
 
 def _is_broadcast(value: Node, result: Node) -> bool:
-    own, whole = value.meta.get("val"), result.meta.get("val")
+    own = value.meta.get("val")
+    whole = result.meta.get("val")
     if not isinstance(own, Tensor) or not isinstance(whole, Tensor):
         return False
     sizes = (*own.shape, *whole.shape)
@@ -58,7 +54,7 @@ def _is_broadcast(value: Node, result: Node) -> bool:
 
 
 def give_own_memory(weights: Mapping[str, Tensor], names: Iterable[str]) -> None:
-    """From now on the gradients of these parameters are copied before they are taken."""
+    """Makes autograd copy the gradients of these parameters before it hands them over."""
     for name in names:
         tensor = weights.get(name)
         if tensor is not None and tensor.requires_grad:

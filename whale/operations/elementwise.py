@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
+from torch.fx import Node
 
 from whale.dtypes import is_differentiable
 from whale.operations.operation import Label, Labels, Operation, letters
@@ -14,6 +18,7 @@ from whale.operations.row import (
     in_all,
     in_each,
     in_first,
+    none_of_them,
     row,
 )
 
@@ -143,6 +148,14 @@ add_rows(
     "relu gelu silu tanh sigmoid exp leaky_relu hardtanh elu softplus mish hardswish",
     backward_passes=3,
 )
+
+
+def _both(node: Node) -> Collection[Any]:
+    return node.args[:2]
+
+
+add_rows("add sub", passes_gradient_to=_both)
+add_rows("mul", passes_gradient_to=none_of_them)
 
 add_rows("div where masked_fill dropout native_dropout", timed_as="mul")
 add_rows(

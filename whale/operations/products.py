@@ -6,6 +6,11 @@ Letters: m rows, n columns of the weight, k what is summed over.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
+from torch.fx import Node
+
 from whale.operations import flops
 from whale.operations.nodes import trains_batch_norm
 from whale.operations.operation import Label, Labels, Operation, letters
@@ -15,9 +20,11 @@ from whale.operations.row import (
     LinearRule,
     add_rows,
     dims,
+    first_argument,
     in_each,
     in_first,
     needed_whole,
+    none_of_them,
     row,
 )
 
@@ -345,6 +352,28 @@ add_rows("linear mm matmul conv1d conv2d conv3d", factors=(0, 1), layer=True)
 add_rows("addmm", factors=(1, 2), layer=True)
 add_rows("bmm mv conv_transpose1d conv_transpose2d conv_transpose3d", factors=(0, 1))
 add_rows("addmv addbmm baddbmm", factors=(1, 2))
+
+
+def _bias(node: Node) -> Collection[Any]:
+    return node.args[2:3]
+
+
+def _only_operand(node: Node) -> Collection[Any]:
+    """The operand of an einsum that multiplies nothing: it transposes one tensor, or sums it."""
+    operands: Any = node.args[1]
+    return operands if len(operands) == 1 else ()
+
+
+add_rows("mm matmul bmm embedding embedding_bag", passes_gradient_to=none_of_them)
+add_rows("conv1d conv2d conv3d", passes_gradient_to=none_of_them)
+add_rows("_grouped_mm grouped_mm grouped_mm_fallback", passes_gradient_to=none_of_them)
+add_rows(
+    "layer_norm rms_norm group_norm batch_norm instance_norm",
+    passes_gradient_to=none_of_them,
+)
+add_rows("linear", passes_gradient_to=_bias)
+add_rows("addmm", passes_gradient_to=first_argument)
+add_rows("einsum", passes_gradient_to=_only_operand)
 
 add_rows("addmm mm einsum bilinear addbmm tensordot", timed_as="linear")
 add_rows("bmm baddbmm _grouped_mm expert_mm mv dot", timed_as="matmul")

@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch.fx import Node
+
 from whale.operations.flops import Formula
 from whale.operations.operation import Labels, Operation
 
@@ -97,6 +99,20 @@ def in_all(op: Operation) -> Groups:
     return [set(range(len(op.inputs)))]
 
 
+ArgumentsRule = Callable[[Node], Collection[Any]]
+"""some of the arguments of a call"""
+
+
+def none_of_them(node: Node) -> Collection[Any]:
+    """No argument."""
+    return ()
+
+
+def first_argument(node: Node) -> Collection[Any]:
+    """The first argument."""
+    return node.args[:1]
+
+
 @dataclass(frozen=True)
 class Row:
     """What is known of one operation."""
@@ -155,6 +171,9 @@ class Row:
     None: one gradient that goes out"""
     factors: tuple[int, int] | None = None
     """places of the two arguments of a product, each of whose gradients is such a product"""
+    passes_gradient_to: ArgumentsRule | None = None
+    """arguments that get the gradient of the result itself or a view of it where they have as many
+    entries; the gradients of all others lie in new memory. None: not known, may be all"""
     layer: bool = False
     """the split backward puts off the gradient of the second factor, the weight; the first one is
     saved until then"""

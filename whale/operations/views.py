@@ -20,7 +20,17 @@ from whale.operations.operation import (
     dims_of,
     letters,
 )
-from whale.operations.row import Dims, Groups, add_rows, dims, in_all, in_first, needed_whole, row
+from whale.operations.row import (
+    Dims,
+    Groups,
+    add_rows,
+    dims,
+    first_argument,
+    in_all,
+    in_first,
+    needed_whole,
+    row,
+)
 
 SEPARATE = 7
 """smallest size used to see where each dim of a permutation goes: sizes 7, 8, 9, ... tell the dims
@@ -45,6 +55,7 @@ def reads_bits(node: Node) -> bool:
     linear=_same_numbers,
     moves=True,
     free=True,
+    passes_gradient_to=first_argument,
     mixes="`{name}` cuts the batch dim into pieces that are not samples",
 )
 def reshape(op: Operation) -> Dims | None:
@@ -141,7 +152,14 @@ def permutation(node: Node) -> list[int]:
     return [size - SEPARATE for size in result.shape]
 
 
-@row(PERMUTES, kind="permute", linear=in_first, moves=True, free=True)
+@row(
+    PERMUTES,
+    kind="permute",
+    linear=in_first,
+    moves=True,
+    free=True,
+    passes_gradient_to=first_argument,
+)
 def permute(op: Operation) -> Dims | None:
     """The dims of the input in another order."""
     labels = letters("d", len(op.shapes[0]))
@@ -191,6 +209,7 @@ def along_dim(op: Operation) -> Dims | None:
 add_rows("slice narrow select unbind roll flip flipud fliplr cumsum", linear=in_first)
 add_rows("diff", linear=in_all)  # together with what stands in front and behind
 add_rows("slice narrow select unbind", moves=True, free=True)
+add_rows("slice select unbind getitem", passes_gradient_to=first_argument)
 add_rows("slice narrow unsafe_split unsafe_chunk", samples="blocks")
 add_rows("select", mixes="one sample is picked out of the batch by its position")
 add_rows("unbind", mixes="the batch is cut into single samples")
@@ -211,6 +230,7 @@ add_rows("diagonal trace", linear=in_first)
     linear=in_first,
     moves=True,
     free=True,
+    passes_gradient_to=first_argument,
     samples="blocks",
 )
 def split(op: Operation) -> Dims | None:
