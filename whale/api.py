@@ -160,7 +160,7 @@ def parallelize(
 def _stop_before_ranks(
     model: Model, sample_batch: Any, loss: Loss | None, **options: Any
 ) -> NoReturn:
-    """Under `whale profile --model` and `whale plan` a script goes no further than `parallelize`."""
+    """Under `whale profile --model` and `whale plan` a script ends at `parallelize`."""
     if session.captures_only:
         layout, tensors = read_batch(sample_batch)
         prepared = _prepare(_built(model), layout, tensors, loss, session.config, "cpu")

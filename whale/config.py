@@ -118,9 +118,10 @@ class Config(BaseModel):
 
     offload: OffloadSetting = "auto"
     """Where optimizer states, weights, gradients and activations are at home: `{"optimizer":
-    "host", "activations": "disk"}`; "device" for what is not named. `auto`: on the device, and where
-    nothing fits that way in the memories that the cluster file has beside it. False: on the device.
-    Results are the same."""
+    "host", "activations": "disk"}`; "device" for what is not named. `auto`: on the device, and
+    where nothing fits that way in the memories that the cluster file has beside it. False: on the
+    device. Results are the same.
+    """
 
     optimizer_state: Literal["fp32", "bf16", "int8"] = "fp32"
     """How optimizer states of the size of their parameter are held between steps. `fp32`: as the

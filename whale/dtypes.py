@@ -17,7 +17,7 @@ def is_differentiable(value: Tensor | torch.dtype) -> bool:
 
 
 class Rounding(NamedTuple):
-    """Largest differences that rounding explains, as parts of the largest value that is compared."""
+    """Largest differences that rounding explains, as parts of the largest compared value."""
 
     same_work: float
     """of results of the same operations, as on two ranks: the exactness that Whale promises, and

@@ -194,8 +194,8 @@ class ModelPlanner:
 
     def _with_owners(self, made: Plan, prepared: CapturedModel) -> Plan:
         """The plan with an owner for each parameter that a grid cuts and the optimizer wants whole,
-        but for stacks that it updates in parts by norms of the whole; and a note where it sees parts
-        all the same.
+        but for stacks that it updates in parts by norms of the whole; and a note where it sees
+        parts all the same.
         """
         if self.optimizer is None or not made.is_uniform:
             return self._with_note_on_parts(made, _first_cut_weight(made))

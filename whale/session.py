@@ -54,7 +54,7 @@ class PlanReady(BaseException):
 
 
 class CaptureReady(BaseException):
-    """Raised by `parallelize` under `capturing_only`: here is the captured model, run no further."""
+    """Raised by `parallelize` under `capturing_only`; has the captured model."""
 
     def __init__(self, prepared: CapturedModel, batch_size: int) -> None:
         super().__init__("the model is captured")

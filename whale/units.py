@@ -53,9 +53,9 @@ def human_rate(per_s: float) -> str:
 
 
 def compared(ratio: float, more: str, less: str, same: str = "the same") -> str:
-    """How one number compares with another, from the first divided by the second: `1.4 times slower`,
-    below that `2 % slower`, `the same`, `5 % faster`, `2 times faster` where `more` is `slower` and
-    `less` is `faster`.
+    """How one number compares with another, from the first divided by the second: `1.4 times
+    slower`, below that `2 % slower`, `the same`, `5 % faster`, `2 times faster` where `more` is
+    `slower` and `less` is `faster`.
     """
     if abs(ratio - 1) < _LEAST_DIFFERENCE:
         return same

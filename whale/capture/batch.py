@@ -175,7 +175,8 @@ def pad_lengths(batch: Any, multiple: int, values: Mapping[Any, Any], dim: int =
     unknown = [key for key in values if key not in items]
     if unknown:
         raise ValueError(
-            f"pad_lengths: the batch has no {unknown[0]!r}.{nearest(str(unknown[0]), map(str, items))}"
+            f"pad_lengths: the batch has no {unknown[0]!r}."
+            f"{nearest(str(unknown[0]), map(str, items))}"
         )
     for key, value in values.items():
         tensor = items[key]

@@ -1,6 +1,6 @@
-"""Captures in a folder of the user's own (`"capture_cache"`), one file each, named by the hash of all
-that they depend on (capture/cache_key.py). A file is two lines of JSON: a header with what it is and
-a checksum, and the graph (capture/cache_format.py, cache_reader.py).
+"""Captures in a folder of the user's own (`"capture_cache"`), one file each, named by the hash of
+all that they depend on (capture/cache_key.py). A file is two lines of JSON: a header with what it
+is and a checksum, and the graph (capture/cache_format.py, cache_reader.py).
 
 What is in the folder is data that decides what a job computes. So the folder and every file must
 belong to the user and be closed to others; anything else is refused or captured anew.
@@ -175,7 +175,7 @@ def _read(file: Path, key: str) -> dict[str, Any]:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Writes a file that has its name only when it is complete: several ranks may write it at once."""
+    """Writes a file that has its name only when it is complete: several ranks may write it."""
     descriptor, temporary = tempfile.mkstemp(dir=file.parent, suffix=".part")  # mode 600
     try:
         with open(descriptor, "wb") as opened:

@@ -1,5 +1,5 @@
-"""What Python code is made of, for the hash of a capture (capture/cache_key.py): the names that it reads,
-and whose file it stands in.
+"""What Python code is made of, for the hash of a capture (capture/cache_key.py): the names that it
+reads, and whose file it stands in.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A captured graph as JSON: what stands in a file of `"capture_cache"` (read by capture/cache_reader.py).
+"""A captured graph as JSON: what stands in a file of `"capture_cache"` (read by
+capture/cache_reader.py).
 
 Only data: operations by their names (`aten.add.Tensor`, and a short list of Python's own), sizes as
-trees of a few functions, constants as bytes. Nothing in a file is run, imported or unpickled when it
-is read. `torch.export.save` has pickles in its archives and evaluates the text of expressions.
+trees of a few functions, constants as bytes. Nothing in a file is run, imported or unpickled when
+it is read. `torch.export.save` has pickles in its archives and evaluates the text of expressions.
 
     nodes      [operation, target, name, arguments, named arguments, what is known of the node]
     strings    stack traces and names of modules, each once

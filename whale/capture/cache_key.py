@@ -1,13 +1,13 @@
 """What a capture depends on, as one hash: the name of its file in the folder of `"capture_cache"`.
 
     model      classes of all modules, their attributes, shapes and ties of weights (never values)
-    code       of every class and function that these reach: the code itself, what closures, defaults
-               and globals hold, the files of their modules
+    code       of every class and function that these reach: the code itself, what closures,
+               defaults and globals hold, the files of their modules
     batch      structure, shapes, types, constants, lengths
     settings   device type, autocast, modes of torch, versions of Python and torch, Whale's code
 
-Attributes are followed as deep as they go. What cannot be described (a lock, an open file) makes the
-capture one that is not cached: never one whose hash leaves something out.
+Attributes are followed as deep as they go. What cannot be described (a lock, an open file) makes
+the capture one that is not cached: never one whose hash leaves something out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Reads what capture/cache_format.py writes: a captured graph from JSON. Nothing in a file is run: an
-operation is looked up by its name, an expression is built of a few functions, and anything else that
-a name might mean is refused.
+"""Reads what capture/cache_format.py writes: a captured graph from JSON. Nothing in a file is run:
+an operation is looked up by its name, an expression is built of a few functions, and anything else
+that a name might mean is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from whale.compat import (
 
 
 def from_document(document: dict[str, Any], layout: BatchLayout) -> Capture:
-    """The capture again. Raises `CannotCache`, or whatever a damaged document makes Python raise."""
+    """The capture. Raises `CannotCache`, or whatever a damaged document makes Python raise."""
     return _DocumentReader(document, layout).capture()
 
 

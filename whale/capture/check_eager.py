@@ -159,9 +159,9 @@ def _run_model(model: torch.nn.Module, layout: BatchLayout, few: list[Tensor], t
     value = task.run(model, layout.rebuild([t.clone() for t in few]))[1]()
     if is_fake(value):
         raise ValueError(
-            "the model reads a tensor that forward left when it was captured, in a place that Whale "
-            "does not know (an attribute in `__slots__`, a cache of another package). Try: make it a "
-            "buffer (`register_buffer`), or a function of the arguments of forward"
+            "the model reads a tensor that forward left when it was captured, in a place that "
+            "Whale does not know (an attribute in `__slots__`, a cache of another package). Try: "
+            "make it a buffer (`register_buffer`), or a function of the arguments of forward"
         )
     return value
 
@@ -195,10 +195,10 @@ def _second_call(
 def _other_result(of_model: float, of_graph: float, changed: Sequence[str]) -> str:
     names = ", ".join(f"`{name}`" for name in changed[:4]) or "something outside the model"
     return (
-        f"in its second call the model gives the loss {of_model:.6g} where the captured graph gives "
-        f"{of_graph:.6g}: forward keeps state in Python ({names}), of which a captured graph would "
-        "hold the first value for ever. Try: make it a buffer (`register_buffer`), or compute it "
-        "outside the model and give it in the batch"
+        f"in its second call the model gives the loss {of_model:.6g} where the captured graph "
+        f"gives {of_graph:.6g}: forward keeps state in Python ({names}), of which a captured graph "
+        "would hold the first value for ever. Try: make it a buffer (`register_buffer`), or "
+        "compute it outside the model and give it in the batch"
     )
 
 

@@ -67,7 +67,7 @@ def _complete_users(graph: Graph) -> None:
 
 
 def _refuse_written_constants(updates: Mapping[Node, Node], constants: Mapping[str, Any]) -> None:
-    """A tensor that is no buffer of the model has no place where a rank could hold its new value."""
+    """A rank has no place for the new value of a tensor that is no buffer of the model."""
     for owner, value in updates.items():
         if owner.op == "get_attr" and str(owner.target) in constants:
             refuse_write(

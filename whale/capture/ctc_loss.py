@@ -1,5 +1,6 @@
 """The CTC loss of padded targets, as an operation of torch whose results have shapes that are known
-before it runs: `whale::ctc_loss`. Torch's own has tables as wide as the longest target of its batch.
+before it runs: `whale::ctc_loss`. Torch's own has tables as wide as the longest target of its
+batch.
 """
 
 from __future__ import annotations

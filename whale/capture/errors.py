@@ -206,8 +206,8 @@ class _PlacedGuards(list[Any]):
 
 @contextmanager
 def size_conditions(model: nn.Module) -> Iterator[SizeConditions]:
-    """Notes where conditions on sizes come from, while `torch.export.export` runs inside. The export
-    makes its own `ShapeEnv`, hence the patch.
+    """Notes where conditions on sizes come from, while `torch.export.export` runs inside. The
+    export makes its own `ShapeEnv`, hence the patch.
     """
     found = SizeConditions()
     names = module_names(model)

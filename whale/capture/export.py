@@ -217,7 +217,7 @@ def _export(
         dims = [
             each for layout in wrapper.layouts for each in _symbolic_dims(layout, attempt.any_batch)
         ]
-        # such as the list that recurrent layers keep of their weights; `second_call` looks at others
+        # such as the list that recurrent layers keep of their weights: see `second_call`
         warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export")
         return torch.export.export(wrapper, (inputs,), dynamic_shapes=(dims,), strict=False)
 
@@ -357,8 +357,8 @@ def _equal_sizes(layout: BatchLayout, tensors: Sequence[torch.Tensor]) -> None:
             first = sizes.setdefault(name, tensor.shape[dim])
             if first != tensor.shape[dim]:  # the export notes that they are equal
                 raise ValueError(
-                    f"{described.path} has the size {tensor.shape[dim]} in dim {dim}, another tensor "
-                    f"of the batch {first}: both were said to be {name!r}"
+                    f"{described.path} has the size {tensor.shape[dim]} in dim {dim}, another "
+                    f"tensor of the batch {first}: both were said to be {name!r}"
                 )
 
 

@@ -1,5 +1,5 @@
-"""`torch.fake_quantize_per_tensor_affine` and `_per_channel_affine` of elementwise operations: of torch's
-own, export does not know the shape of the result.
+"""`torch.fake_quantize_per_tensor_affine` and `_per_channel_affine` of elementwise operations: of
+torch's own, export does not know the shape of the result.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
     on the model       attributes of its modules, in `__slots__` too, and dicts, lists, objects and
                        functions inside of these
-    outside            names of the classes of its modules and of the Python modules that these stand
-                       in, dicts, lists and functions there, and objects of the user's own classes
+    outside            names of the classes of its modules and of the Python modules that these
+                       stand in, dicts, lists and functions there, and objects of the user's own
+                       classes
     in functions       variables of closures, defaults and attributes
     in caches          of functions under `functools.lru_cache`
 
 An export leaves tensors without data there, a comparison those of its samples:
-`ForwardState.restore` takes both back. What a forward reads again in its next call is found by `second_call`.
+`ForwardState.restore` takes both back. What a forward reads again in its next call is found by
+`second_call`.
 """
 
 from __future__ import annotations
@@ -220,8 +222,8 @@ def _keeps_nothing(value: Any) -> bool:
 
 
 def _places_of_module(name: str, module: nn.Module, seen: set[int]) -> Iterator[Place]:
-    """Attributes and buffers of a module that is no part of the model: a loss with a running centre,
-    a teacher in a list.
+    """Attributes and buffers of a module that is no part of the model: a loss with a running
+    centre, a teacher in a list.
     """
     for prefix, each in module.named_modules():
         if each is module or id(each) not in seen:

@@ -173,7 +173,8 @@ class Recomputed(torch.nn.Module):
         super().__init__()
         self.body = body
         self.contexts: Callable[[], tuple[Any, Any]] = noop_context_fn
-        """around one forward and its recomputation; where weights live elsewhere, lowering sets it"""
+        """around one forward and its recomputation; where weights live elsewhere, lowering sets it
+        """
 
     def forward(self, *inputs: object) -> object:
         if not torch.is_grad_enabled():

@@ -74,8 +74,8 @@ _TRY = {
         "shape and type and update it in place"
     ),
     KEPT: (
-        "make it a function of the arguments of forward, or make it a buffer of its final shape and "
-        "type (`register_buffer`) and update that in place"
+        "make it a function of the arguments of forward, or make it a buffer of its final shape "
+        "and type (`register_buffer`) and update that in place"
     ),
     CHECKPOINT: "nothing to do: Whale recomputes this region itself",
 }

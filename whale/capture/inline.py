@@ -166,7 +166,7 @@ def _faces_of(values: Any, faces: dict[Node, Faces]) -> list[Faces]:
 def _inline_node(node: Node, faces: dict[Node, Faces], region: Region) -> Faces:
     """Copies one ordinary operation into the outer graph."""
     same = returned_argument(node)
-    # `x.to(x.dtype)` is the object x: no operation, and its gradient continues outside of the region
+    # `x.to(x.dtype)` is the object x: no operation; its gradient continues outside of the region
     if same is not None and faces[same].raw is not faces[same].seen:
         return faces[same]
     through = []  # what this node writes to outside of the region

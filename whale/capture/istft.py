@@ -1,5 +1,5 @@
-"""`torch.istft` of operations that a graph can hold: torch's own reads the sum of the windows, to raise
-where it is nearly zero.
+"""`torch.istft` of operations that a graph can hold: torch's own reads the sum of the windows, to
+raise where it is nearly zero.
 """
 
 from __future__ import annotations

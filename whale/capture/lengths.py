@@ -1,9 +1,9 @@
 """Lengths: sizes that vary between batches (most often of the longest text) and are symbols of the
 captured graph, beside the number of samples.
 
-    named        dims that the user declared, or that differ between two batches   -> declared, varying
-    captured     `Length` of the graph, with what the forward asked of them        -> lengths_of, conditions
-    bound        the numbers of one batch, where the graph holds for them           -> Conditions.numbers
+    named     dims that the user declared, or that differ between batches   declared, varying
+    captured  `Length` of the graph, with what forward asked of them        lengths_of, conditions
+    bound     the numbers of one batch, where the graph holds for them      Conditions.numbers
     specialised  the same graph for one set of numbers, for planning and for grids  -> at_lengths
 
 A graph with lengths runs batches of every length that its conditions allow: the operations compute
@@ -75,7 +75,7 @@ def declared(dynamic: Mapping[Any, Any] | None, layout: BatchLayout) -> Declared
 
 
 def _tensor_of(key: Any, by_path: Mapping[str, BatchTensor]) -> BatchTensor:
-    """The tensor that a key of `dynamic=` names: as it stands in the batch, or by its whole path."""
+    """The tensor that a key of `dynamic=` names: as it stands in the batch, or by its path."""
     for path in (f"[{key!r}]", str(key)):
         if path in by_path:
             return by_path[path]

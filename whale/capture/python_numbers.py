@@ -55,8 +55,8 @@ class _Place:
 
 
 class _Written:
-    """A tensor as it is now: which one it is, and how often it was written to. Not by its `id`: that of
-    one that is gone may be another's.
+    """A tensor as it is now: which one it is, and how often it was written to. Not by its `id`:
+    that of one that is gone may be another's.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -103,8 +103,8 @@ def decide(comparison: str, p: float) -> bool | None:
 def random_branches(
     model: nn.Module | None = None, findings: Findings | None = None
 ) -> Iterator[Findings]:
-    """Decides random branches of probability 0 or 1 while `torch.export.export` runs inside, refuses
-    others, and notes random numbers of Python.
+    """Decides random branches of probability 0 or 1 while `torch.export.export` runs inside,
+    refuses others, and notes random numbers of Python.
 
     With `findings` (of `guards.watch`) the notes go there; `model` gives modules their names in
     errors.
@@ -268,9 +268,9 @@ def assigned_buffers_written(model: nn.Module, keep_rebuilt: bool = False) -> It
     """`self.buffer = new` inside becomes `self.buffer.copy_(new)` at the end, which is what a
     capture keeps. Gives the names of buffers that forward made anew.
 
-    A buffer that is not saved and gets another form, or is there for the first time, is a table that
-    forward makes when it needs one: the graph makes it every time. That it depends on nothing from
-    call to call is looked at by `second_call`, for which it stays there (`keep_rebuilt`).
+    A buffer that is not saved and gets another form, or is there for the first time, is a table
+    that forward makes when it needs one: the graph makes it every time. That it depends on nothing
+    from call to call is looked at by `second_call`, for which it stays there (`keep_rebuilt`).
     """
     before = []
     unsaved = set()

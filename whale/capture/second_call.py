@@ -8,7 +8,7 @@ The model is exported once more, called twice:
                       that the first call left
 
 The second results must be the function of their batch that a first call gives, or a graph of one
-call is not the model. Read from the results backwards, the graphs are equal, operation by operation:
+call is not the model. Read from the results backwards, the graphs are equal by operations:
 
     a table that the first call made is read again                      it has the same values
     samples, weights, random numbers of the first call are read again   never
@@ -16,8 +16,8 @@ call is not the model. Read from the results backwards, the graphs are equal, op
 
 No weights are needed, so it holds for models without them too. Values that are made of sizes alone
 are computed. The number of samples is another one in the first call. A batch of another layout than
-the first one is looked at behind the first and in front of it, and where lengths vary so is a shorter
-one.
+the first one is looked at behind the first and in front of it, and where lengths vary so is a
+shorter one.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def refuse_forward_state(exported: Exported, given: Given, first: BatchLayout | 
     except CaptureError as error:
         names = ", ".join(f"`{finding.name}`" for finding in left.entries[:4])
         raise ValueError(
-            f"forward leaves something for its next call ({names}), and two calls cannot be captured "
-            f"to see what comes of it. {error}"
+            f"forward leaves something for its next call ({names}), and two calls cannot be "
+            f"captured to see what comes of it. {error}"
         ) from error
     if depends:
         refuse(left)
@@ -90,8 +90,8 @@ def refuse_forward_state(exported: Exported, given: Given, first: BatchLayout | 
 
 def _depends_elsewhere(given: Given, before: BatchLayout) -> bool:
     """Whether batches depend on each other in another order than this one behind one of the layout
-    before: with a shorter one, where lengths vary, or the next one of that layout behind this one. A
-    table that grows with the longest batch does.
+    before: with a shorter one, where lengths vary, or the next one of that layout behind this one.
+    A table that grows with the longest batch does.
     """
     fixed = given.fixed()
     now = fixed.layout

@@ -2,8 +2,8 @@
 
 einx turns `b (g k)` and the shapes of tensors into Python code: it hashes shapes, solves equations
 over them and writes sizes into that code as literals. A symbol can do none of this. While such a
-model is exported, each symbol is a large prime for these libraries, and what they compute from sizes
-(`6 * b` as `6 * 1000003`) is turned back when torch gets it:
+model is exported, each symbol is a large prime for these libraries, and what they compute from
+sizes (`6 * b` as `6 * 1000003`) is turned back when torch gets it:
 
     size -> expression at the primes          `number_of`, instead of `int(size)` in their files
     number -> the size that was given out,    `torch.reshape(x, (6 * 1000003, 2))` reshapes to

@@ -1,22 +1,23 @@
 """What stands in for functions of torch and Python while a model is exported, because a graph could
 not hold them as they are. Each computes the same.
 
-    F.embedding_bag of a matrix          a lookup and a sum over dim 1: torch makes offsets of it, which
-                                         say where each sample begins in the batch
-    nn.TransformerEncoder(mask=...)      takes the mask as it is; torch reads its values to see whether it
-                                         is causal, which only chooses a kernel
-    F.ctc_loss of padded targets         the losses of the samples, then their mean or sum
-    F.gaussian_nll_loss                  a negative variance gives NaN; torch reads all variances to raise
-    torch.distributions                  does not look whether values are possible ones: what comes of others
-                                         is NaN or infinite, which stops the step
-    torch.bincount(x, minlength=5)       counts of so many classes: torch's are as many as x has, or more;
-                                         a class beyond them stops the step
-    torch.fake_quantize_per_...          the same numbers by elementwise operations: export does
-                                         not know the shape of the result
-    torch.istft                          the same sums, NaN where no window reaches; torch reads the sum
-                                         of the windows to raise
-    torch.arange(2, 5).tolist()          the numbers: they depend on nothing
-    int(size) for size in x.shape        the size as it is, still a symbol (`sizes_stay_symbols`)
+    F.embedding_bag of a matrix       a lookup and a sum over dim 1: torch makes offsets of it,
+                                      which say where each sample begins in the batch
+    nn.TransformerEncoder(mask=...)   takes the mask as it is; torch reads its values to see whether
+                                      it is causal, which only chooses a kernel
+    F.ctc_loss of padded targets      the losses of the samples, then their mean or sum
+    F.gaussian_nll_loss               a negative variance gives NaN; torch reads all variances to
+                                      raise
+    torch.distributions               does not look whether values are possible ones: what comes of
+                                      others is NaN or infinite, which stops the step
+    torch.bincount(x, minlength=5)    counts of so many classes: torch's are as many as x has, or
+                                      more; a class beyond them stops the step
+    torch.fake_quantize_per_...       the same numbers by elementwise operations: export does not
+                                      know the shape of the result
+    torch.istft                       the same sums, NaN where no window reaches; torch reads the
+                                      sum of the windows to raise
+    torch.arange(2, 5).tolist()       the numbers: they depend on nothing
+    int(size) for size in x.shape     the size as it is, still a symbol (`sizes_stay_symbols`)
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ def _bincount(classes: Tensor, weights: Tensor | None = None, minlength: int = 0
         raise CaptureError(
             "The model cannot be captured.\n"
             f"  at {calling_place().describe()}\n"
-            "  What is wrong: the length of what `bincount` gives depends on what the tensor holds.\n"
+            "  What is wrong: the length of what `bincount` gives depends on what the tensor "
+            "holds.\n"
             "  Try: say how many classes there are, `torch.bincount(x, minlength=num_classes)`."
         )
     hot = F.one_hot(classes, minlength)  # (number, class)
@@ -153,8 +155,8 @@ def _bincount(classes: Tensor, weights: Tensor | None = None, minlength: int = 0
 
 
 class _KnownNumbers(TorchFunctionMode):
-    """Calls the stand-ins of functions of torch's C++, and remembers tensors that are made of Python
-    numbers alone, until somebody asks for these.
+    """Calls the stand-ins of functions of torch's C++, and remembers tensors that are made of
+    Python numbers alone, until somebody asks for these.
     """
 
     STAND_INS: ClassVar[dict[Callable[..., Any], Callable[..., Tensor]]] = {

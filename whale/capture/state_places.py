@@ -202,15 +202,15 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def _are_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Whether all items are the same. The samples of a user's script may be a list of millions, which
-    nobody touches: these are looked at without a call of Python for each.
+    """Whether all items are the same. The samples of a user's script may be a list of millions,
+    which nobody touches: these are looked at without a call of Python for each.
     """
     return all(map(operator.is_, some, others)) or all(map(is_same, some, others))
 
 
 def _holds_data(value: Any, kinds: tuple[type, ...] = _DATA, depth: int = DEEPEST_OUTSIDE) -> bool:
-    """Whether it is a tensor or number, or has one inside. What else packages fill outside of models,
-    objects that they look up by type, is no part of a forward.
+    """Whether it is a tensor or number, or has one inside. What else packages fill outside of
+    models, objects that they look up by type, is no part of a forward.
     """
     if isinstance(value, kinds):
         return True

@@ -8,10 +8,10 @@ the shape, no two overlap, and their volumes add up to the tensor's:
 
 A shard that is cut in a fused dim is several boxes (one in each segment); each is a piece of its
 own in the rank's file. Optimizer state that has the shape of its parameter is cut like it. A number
-of its own (the step) is written by the rank of the first part. Statistics of the matrices of a stack
-(row and column means of Adafactor, of a stack of experts) are cut as the stack is in front of its
-last two dims. Anything else belongs to that very part of the parameter (the row means of a matrix of
-which a device has some columns): it has a name of its own and fits only the same cut.
+of its own (the step) is written by the rank of the first part. Statistics of the matrices of a
+stack (row and column means of Adafactor, of a stack of experts) are cut as the stack is in front of
+its last two dims. Anything else belongs to that very part of the parameter (the row means of a
+matrix of which a device has some columns): it has a name of its own and fits only the same cut.
 """
 
 from __future__ import annotations

@@ -120,13 +120,15 @@ def _of_host(memories: Memories) -> list[str]:
         lines.append(
             f"memory of {memories.host}: {human_bytes(memory.memory_bytes)} free, "
             f"{human_bytes(memory.memory_bytes_per_s)}/s, a device reaches "
-            f"{human_bytes(memory.link_bytes_per_s)}/s of it, all together {human_bytes(together)}/s"
+            f"{human_bytes(memory.link_bytes_per_s)}/s of it, all together "
+            f"{human_bytes(together)}/s"
         )
     disk = memories.disk
     if disk is not None:
         lines.append(
             f"disk of {memories.host}: {human_bytes(disk.memory_bytes)} free, reads "
-            f"{human_bytes(disk.read_bytes_per_s)}/s, writes {human_bytes(disk.write_bytes_per_s)}/s"
+            f"{human_bytes(disk.read_bytes_per_s)}/s, writes "
+            f"{human_bytes(disk.write_bytes_per_s)}/s"
         )
     return lines
 

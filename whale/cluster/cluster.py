@@ -65,7 +65,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Memories:
-    """What one host has beside its devices; None: nothing is known of it, so nothing is put there."""
+    """What one host has beside its devices; None: not known, so nothing is put there."""
 
     host: str
     memory: HostMemory | None = None

@@ -1,4 +1,4 @@
-"""What may stand in a cluster file, entry by entry, and what each says in the words of `Cluster`."""
+"""What may stand in a cluster file, entry by entry, and what each becomes in a `Cluster`."""
 
 from __future__ import annotations
 

@@ -145,8 +145,8 @@ def load_layer_times(path: str | Path) -> LayerTimes:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"])) or "the file"
         raise ValueError(
-            f"layer times {path}: {where}: {problem['msg'][0].lower()}{problem['msg'][1:]}. A layer "
-            "has modules, kind and times: [samples, width, forward ms, backward ms]"
+            f"layer times {path}: {where}: {problem['msg'][0].lower()}{problem['msg'][1:]}. A "
+            "layer has modules, kind and times: [samples, width, forward ms, backward ms]"
         ) from None
     layers = []
     for each in file.layers:

@@ -80,8 +80,8 @@ def is_fake(value: Any) -> bool:
 
 
 def is_function_transform(node: torch.fx.Node) -> bool:
-    """Whether a node is what `torch.func.vmap` leaves in a graph, or gives a value of `torch.func.grad`
-    that has no memory of its own. A public list would do.
+    """Whether a node is what `torch.func.vmap` leaves in a graph, or gives a value of
+    `torch.func.grad` that has no memory of its own. A public list would do.
     """
     if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
         return True
@@ -121,7 +121,7 @@ def active_modes() -> list[Any]:
 
 @lru_cache(maxsize=1)
 def size_functions() -> dict[str, Any]:
-    """Functions that sizes are made of, by name: those of sympy and torch's own, which are private."""
+    """Functions that sizes are made of, by name: those of sympy, and torch's private ones."""
     import sympy
     from torch.utils._sympy import functions
 

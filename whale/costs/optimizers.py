@@ -175,8 +175,8 @@ MATRIX_DIMS = 2
 
 
 def takes_norms_of_the_whole(make: MakeOptimizer, name: str) -> bool:
-    """Whether the optimizer updates a stack of matrices matrix by matrix, but for norms of the whole,
-    which holders of parts can sum: torch's Adafactor, one parameter after the other.
+    """Whether the optimizer updates a stack of matrices matrix by matrix, but for norms of the
+    whole, which holders of parts can sum: torch's Adafactor, one parameter after the other.
     """
     try:
         made = make_optimizer(make, [(name, torch.nn.Parameter(torch.zeros(SHAPE)))])
@@ -200,7 +200,8 @@ def keeps_whole(make: MakeOptimizer, names: Sequence[str]) -> bool:
 
 def looks_at_others(make: MakeOptimizer, names: Sequence[str]) -> str | None:
     """What the update of a parameter depends on beside its own values, as the beginning of a
-    message; None for an optimizer that treats every parameter by itself, or that could not be tried.
+    message; None for an optimizer that treats every parameter by itself, or that could not be
+    tried.
     """
     if len(names) < 2:
         return None

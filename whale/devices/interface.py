@@ -380,8 +380,8 @@ class Accelerator(LocalDevice):
         return pinned
 
     def _stream(self, purpose: str) -> Any:
-        """The device's stream for this purpose. The device is named: a thread of the user's, one that
-        reads batches ahead, say, begins with device 0 as its current one.
+        """The device's stream for this purpose. The device is named: a thread of the user's, one
+        that reads batches ahead, say, begins with device 0 as its current one.
         """
         key = (self.name, purpose)
         if key not in _SIDE_STREAMS:

@@ -56,7 +56,7 @@ class Ranks:
         """the group that carries tensors of all ranks, each from its own device"""
 
     def start_watch(self) -> None:
-        """Starts the watch: a rank that dies or hangs ends the job everywhere. All ranks call it."""
+        """Starts the watch: a rank that dies or hangs ends the job everywhere. Called by all."""
         if self.is_distributed and self.watch is None:
             self.watch = start_watch(
                 self.rank,
@@ -93,7 +93,8 @@ class Ranks:
             register_host_groups()
         if backend_of(None).name == self.backend.name:
             return dist.group.WORLD
-        # of a job with different devices, or one that the user's script started with another backend
+        # of a job with different devices, or one that the user's script started with another
+        # backend
         return self.new_group(range(self.num_ranks))
 
     def new_group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:

@@ -45,8 +45,9 @@ NUM_AHEAD = 5
 way, of sizes that differ by a number
 """
 EXCHANGE_SPIN_S = 5e-5
-"""how long an exchange is waited for awake. Devices of a grid run the same program, so that parts come
-within microseconds, sixteen times and more in a step; to be woken up takes as long as all of this
+"""how long an exchange is waited for awake. Devices of a grid run the same program, so that parts
+come within microseconds, sixteen times and more in a step; to be woken up takes as long as all of
+this
 """
 FIRST_TAG = 2**41
 """of the parts that go from rank to rank, beyond the tags of all messages"""

@@ -107,8 +107,8 @@ class Transport:
             return self.ranks.world
         group = self.ranks.new_group((source, destination))
         assert group is not None
-        # such a backend connects two ranks at their first message and blocks both: done here in one order,
-        # never inside a step
+        # such a backend connects two ranks at their first message and blocks both: done here in one
+        # order, never inside a step
         greeting = torch.zeros(1, device=self.ranks.device.name)
         if self.ranks.rank == source:
             dist.send(greeting, destination, group=group)
@@ -237,7 +237,7 @@ class Transport:
     def take_through_memory(
         self, buffer: Tensor, peer: int, tag: int, description: str, spin_s: float = 0.0
     ) -> None:
-        """Fills the buffer with the message of this tag, and waits for it: `spin_s` seconds awake."""
+        """Waits for the message of this tag, `spin_s` seconds of it awake, and fills the buffer."""
         self.wait(Arrival(None, buffer, peer, tag, description), spin_s)
 
     def push_rings(self, peers: Iterable[int]) -> None:

@@ -241,7 +241,7 @@ class Stub:
 
     @cached_property
     def _unit_bytes(self) -> list[list[float]]:
-        """Bytes that one number of each crossing value stands for: [template][index of the value]"""
+        """Bytes that one number of each crossing value stands for: [template][value]"""
         captured = self.prepared.captured
         found = []
         for view in self.plan.by_template:

@@ -72,7 +72,7 @@ class Output(dict[str, Any]):
 
 
 class EngineModel(torch.nn.Module):
-    """Stands where a loop has its model. It has no parameters of its own: those are the engine's."""
+    """Stands where a loop has its model. Its parameters are the engine's: it has none."""
 
     def __init__(self, engine: Engine, model: torch.nn.Module) -> None:
         super().__init__()

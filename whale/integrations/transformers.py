@@ -192,8 +192,8 @@ class WhaleTrainer(transformers.Trainer):
             return
         if not _has_engine(checkpoint):
             raise ValueError(
-                f"{checkpoint} was not saved by WhaleTrainer: it has no state of the optimizer that "
-                "other ranks can read. Try: from_pretrained(...) on it and a new run, or "
+                f"{checkpoint} was not saved by WhaleTrainer: it has no state of the optimizer "
+                "that other ranks can read. Try: from_pretrained(...) on it and a new run, or "
                 "save_only_model=True where no state is wanted"
             )
         self.engine.load(Path(checkpoint) / CHECKPOINT)

@@ -1,5 +1,5 @@
-"""Calls in the graph of a chunk that bring blocks of weights before they are read (ZeRO-3, offloaded
-weights; docs/memory.md).
+"""Calls in the graph of a chunk that bring blocks of weights before they are read (ZeRO-3,
+offloaded weights; docs/memory.md).
 
 In front of an operation that reads weights of other blocks than the one before it stands `need`;
 behind every reader `need_in_backward` puts the same call in front of its backward. An operation

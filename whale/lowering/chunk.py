@@ -98,8 +98,8 @@ class Chunk:
     of samples
     """
     has_sums: bool = False
-    """sums over the devices that share its micro-batches are all-reduced in it: all of them must run
-    every operation, in backward too
+    """sums over the devices that share its micro-batches are all-reduced in it: all of them must
+    run every operation, in backward too
     """
     compiled: dict[Hashable, Any] = field(default_factory=dict)
     """what the runtime made of its modules, for all executors"""

@@ -1,5 +1,5 @@
-"""Calls in the graph of a device on a grid that bring blocks of weights before they are read: parts of
-parameters that are at home on the host or on disk (docs/memory.md).
+"""Calls in the graph of a device on a grid that bring blocks of weights before they are read: parts
+of parameters that are at home on the host or on disk (docs/memory.md).
 
 The last pass over that graph, behind `overlap.py`: what reads a weight there, or what is gathered
 from it, is known then. As in `blocks.py`, `need` stands in front of a reader and `need_in_backward`
@@ -50,7 +50,7 @@ class _Bringing:
     num_regions: int = 0
 
     def put_calls(self, module: GraphModule, behind: Behind) -> list[Blocks | None]:
-        """Gives what each result comes from; None: not from weights alone. `behind`: of arguments."""
+        """What each result comes from; None: not from weights alone. `behind`: of arguments."""
         graph = module.graph
         nodes = list(graph.nodes)
         first = next(node for node in nodes if node.op != "placeholder")
@@ -105,8 +105,8 @@ class _Bringing:
         return found
 
     def _results(self, output: Node, behind: Behind, residence: Node) -> list[Blocks | None]:
-        """What results come from. What leaves the stage must not lie in the memory of a block, which
-        may hold other weights by now, and will hold others.
+        """What results come from. What leaves the stage must not lie in the memory of a block,
+        which may hold other weights by now, and will hold others.
         """
         graph = output.graph
         given: list[Node] = list(output.args[0])  # type: ignore[arg-type]

@@ -1,8 +1,10 @@
 """Products of tokens with their experts' weights where the experts lie on several devices. How many
 tokens go where is known only now.
 
-    tokens cut over the subgroup:  rows -> the device of their expert -> product -> back     (two all-to-alls)            (1)
-    the same tokens everywhere: each device does its experts' rows, 0 elsewhere           (a partial sum)              (2)
+    tokens cut over the subgroup:                                         (two all-to-alls)     (1)
+        rows -> the device of their expert -> product -> back
+    the same tokens everywhere:                                           (a partial sum)       (2)
+        each device does its experts' rows, 0 elsewhere
 
 Both at once on a grid: along some axes tokens travel, along others they are the same. Then a
 subgroup holds only some of the experts, and the rows of all others give 0 there.

@@ -3,7 +3,7 @@
 
     forward:   x and w -> gathered, both at once;   Y = X W^T;
                Y -> its layout (a reduce-scatter where K is cut)
-    backward:  dY <- gathered;   dX = dY W -> on its way while dW = dY^T X is computed;   dW -> on its way            (1)
+    backward:  dY <- gathered;   dX = dY W -> sent while dW = dY^T X is computed;  dW -> sent   (1)
                (X and W conjugated where they are complex)
 
 A gather of rows may go in chunks, each chunk's product computed while the next one travels:
@@ -213,11 +213,14 @@ def _rows(x: Tensor) -> Tensor:
 #     X [M, K]: rows (z, y), columns x
 #     W [N, K]: rows x, columns y
 #     Y [M, N]: rows (z, y), columns x
-#     Y = sum over t of X_t W_t^T,   X_t from coordinate t of axis x,  W_t from coordinate t of axis y                    (1)
-#     dX_t = sum over axis x of dY W_t,   dW_t = sum over axis y of dY^T X_t   (X, W conjugated where complex)            (2)
+#     Y = sum over t of X_t W_t^T                                                             (1)
+#     (X_t from coordinate t of axis x, W_t from coordinate t of axis y)
+#     dX_t = sum over axis x of dY W_t,   dW_t = sum over axis y of dY^T X_t                  (2)
+#     (X and W conjugated where they are complex)
 #
 # Only a panel of X and one of W are there at a time. The next pair travels under the product of
-# this one. The gradient of W is a partial sum along z, as that of everything that is the same there.
+# this one. The gradient of W is a partial sum along z, as that of everything that is the same
+# there.
 
 
 @dataclass(frozen=True)

@@ -302,8 +302,9 @@ def group_norm(op: Operation) -> Dims | None:
 
 add_rows(
     "convolution _convolution _convolution_mode conv_transpose1d conv_transpose2d "
-    "conv_transpose3d native_group_norm im2col col2im pixel_shuffle pixel_unshuffle fractional_max_pool2d fractional_max_pool3d "
-    "_adaptive_avg_pool2d _adaptive_avg_pool3d max_pool1d_with_indices max_pool3d_with_indices",
+    "conv_transpose3d native_group_norm im2col col2im pixel_shuffle pixel_unshuffle "
+    "fractional_max_pool2d fractional_max_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
+    "max_pool1d_with_indices max_pool3d_with_indices",
     batch_first=1,
 )
 add_rows(

@@ -135,8 +135,9 @@ class Row:
     moves: bool = False
     """entries are moved or repeated, never changed"""
     batch_first: int = 0
-    """number of leading tensors whose dim 0 is the batch where they hold samples, none of the others
-    holds any; 0: the batch may be any dim"""
+    """number of leading tensors whose dim 0 is the batch where they hold samples, none of the
+    others holds any; 0: the batch may be any dim
+    """
     samples: str = ""
     """rule of the walk over the samples for what the letters do not say, by its name in `RULES` of
     `capture/samples.py`; none: the letters say all"""

@@ -32,8 +32,9 @@ def _evaluate(expression: sympy.Expr, symbol: sympy.Symbol, num_samples: int) ->
     if number.free_symbols:
         names = ", ".join(sorted(map(str, number.free_symbols)))
         raise ValueError(
-            f"the size {expression} of a result depends on what tensors hold ({names}), not only on "
-            f"the batch ({symbol}): nothing can be planned with it. Try: keep the full shape and "
-            "mask it (`torch.where(mask, x, 0)`), `F.one_hot(y, n).sum(0)` instead of `bincount`"
+            f"the size {expression} of a result depends on what tensors hold ({names}), not only "
+            f"on the batch ({symbol}): nothing can be planned with it. Try: keep the full shape "
+            "and mask it (`torch.where(mask, x, 0)`), `F.one_hot(y, n).sum(0)` instead of "
+            "`bincount`"
         )
     return int(number)

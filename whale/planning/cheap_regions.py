@@ -1,18 +1,18 @@
-"""Regions that are recomputed for almost nothing: cheap operations with the product that saves their
-result.
+"""Regions that are recomputed for almost nothing: cheap operations with the product that saves
+their result.
 
-A product (linear, convolution) saves what it multiplies, and what it multiplies is often the result of
-something that costs little: an activation function, a norm, a copy. In the region
+A product (linear, convolution) saves what it multiplies, and what it multiplies is often the result
+of something that costs little: an activation function, a norm, a copy. In the region
 
-    cheap operations ... product                                                                  (1)
+    cheap operations ... product                                                   (1)
 
-nothing is saved but what enters it. In backward only the cheap operations run again: torch saves the
-inputs of a product before it computes it, and ends a recomputation when it has all that was saved
-(`early_stop` of `torch.utils.checkpoint`).
+nothing is saved but what enters it. In backward only the cheap operations run again: torch saves
+the inputs of a product before it computes it, and ends a recomputation when it has all that was
+saved (`early_stop` of `torch.utils.checkpoint`).
 
 Such a region frees, of what its stage saves,
 
-    storages that only its own operations save  -  storages that enter it and nobody else saves   (2)
+    storages that only its own operations save - those that enter it and nobody else saves   (2)
 
 and begins where that is most. A residual sum, whose result is read behind the region as well, stays
 outside by itself: it would have to be saved with what it sums.
@@ -40,8 +40,8 @@ def cheap_regions(
     costs: Mapping[Node, NodeCost],
     saved: Saved,
 ) -> list[list[Node]]:
-    """Regions of a stage by line (1) that free something, those that free most first. `free`: of the
-    operations those that may be in regions, in graph order.
+    """Regions of a stage by line (1) that free something, those that free most first. `free`: of
+    the operations those that may be in regions, in graph order.
     """
     num_savers: Counter[int] = Counter()
     for node in operations:

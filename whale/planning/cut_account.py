@@ -78,8 +78,8 @@ class CutAccount:
         whole: DeviceMemory,
         choice: Mapping[int, Counts],
     ) -> DeviceMemory:
-        """Memory of the place of their grid that needs most, from that of one device that runs these
-        stages alone.
+        """Memory of the place of their grid that needs most, from that of one device that runs
+        these stages alone.
         """
         return max(
             self._on_grid(stages, whole, choice, schedule), key=lambda part: part.static_bytes

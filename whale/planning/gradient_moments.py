@@ -61,7 +61,7 @@ class _Walk:
             self.copied = size
 
     def take_copied(self, live: float) -> None:
-        """The rank's part of the block before is added to its gradients, and the flat copy freed."""
+        """Adds the rank's part of the block before to its gradients, and frees the flat copy."""
         self.reduced += self.copied
         self.note(live)
         self.copied = 0.0

@@ -1,5 +1,5 @@
-"""The account of what is at home outside of the devices: how much of it each memory holds, what stays
-on the devices, and where the optimizer runs. What moves in a step: `offload_figures.py`.
+"""The account of what is at home outside of the devices: how much of it each memory holds, what
+stays on the devices, and where the optimizer runs. What moves in a step: `offload_figures.py`.
 
 With own parts of blocks of W bytes of weights (trained: T) on a rank, states of r T:
 
@@ -180,8 +180,8 @@ class OffloadAccount:
             return None
         if self._held_alike is not None:
             return (
-                f"several devices of a grid hold the same part of {self._held_alike}, and cannot sum "
-                "its gradient on their hosts (a grid that cuts it over all of them can)"
+                f"several devices of a grid hold the same part of {self._held_alike}, and cannot "
+                "sum its gradient on their hosts (a grid that cuts it over all of them can)"
             )
         if offload.weights == "device" and self.zero.level == WEIGHTS_TOO:
             return "at level 3 of ZeRO gradients are where the weights are, on the device"
@@ -307,9 +307,9 @@ class OffloadAccount:
 
     @property
     def _may_update_on_host(self) -> bool:
-        """Whether a copy of the weights on the host may be updated (`runtime/zero.py`). Levels above
-        1 have parts of gradients on the device in every backward; a grid cuts weights itself; and
-        gradients on hosts of accelerators are not all-reduced.
+        """Whether a copy of the weights on the host may be updated (`runtime/zero.py`). Levels
+        above 1 have parts of gradients on the device in every backward; a grid cuts weights itself;
+        and gradients on hosts of accelerators are not all-reduced.
         """
         return (
             self.zero.level == STATES

@@ -1,7 +1,7 @@
-"""`"offload": "auto"`: what is done where a model does not fit on its devices. Levels of ZeRO, where the
-user left them open, and homes outside of the device are tried, those first that move least; of
-those that fit, the one with the shortest simulated step is taken. Something that is at home
-elsewhere in one that fits need not be tried with more beside it.
+"""`"offload": "auto"`: what is done where a model does not fit on its devices. Levels of ZeRO,
+where the user left them open, and homes outside of the device are tried, those first that move
+least; of those that fit, the one with the shortest simulated step is taken. Something that is at
+home elsewhere in one that fits need not be tried with more beside it.
 
 Recomputation is part of every try (`priced_cut.py`); more stages are what the search tries besides.
 """

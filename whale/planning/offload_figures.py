@@ -70,8 +70,8 @@ def with_offload(
 
 
 def _with_spared(group: ZeroFigures, absent: Mapping[int, float]) -> ZeroFigures:
-    """A group of ranks without the workspace of what they have elsewhere. `absent`: bytes of that, by
-    rank.
+    """A group of ranks without the workspace of what they have elsewhere. `absent`: bytes of that,
+    by rank.
     """
     spared = []
     for rank, known in zip(group.ranks, group.spared_bytes, strict=True):

@@ -70,8 +70,8 @@ class Problem:
     plan can be made where a trial fits"""
 
     keeps_marks: bool = False
-    """marked operations stay on the devices of their mark: where the number of chunks is open, there
-    is one on a device, since several are cut by time alone
+    """marked operations stay on the devices of their mark: where the number of chunks is open,
+    there is one on a device, since several are cut by time alone
     """
     is_advised: bool = True
     """a refusal names changes that were tried and help (`suggestions.py`), which takes a while"""

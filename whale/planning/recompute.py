@@ -66,8 +66,8 @@ def regions_of_stage(
     saved: Saved | None = None,
 ) -> dict[Node, Hashable]:
     """All regions of a stage: the user's, those of the config's names, those of the planner.
-    `sizes`, `saved`: costs for the sample batch, and what autograd saves, where they are known; cheap
-    regions are as many of equal size where they are not.
+    `sizes`, `saved`: costs for the sample batch, and what autograd saves, where they are known;
+    cheap regions are as many of equal size where they are not.
     """
     names = [] if isinstance(wanted, (bool, str)) else list(wanted)
     asked = {

@@ -82,8 +82,8 @@ class Stages:
         return self._of(stage, counts)[0]
 
     def again(self, stage: int, counts: Counts) -> Container[Node]:
-        """Operations whose forward runs once more in backward. The products of cheap regions do not;
-        in others all are counted, though their last product need not run either.
+        """Operations whose forward runs once more in backward. The products of cheap regions do
+        not; in others all are counted, though their last product need not run either.
         """
         regions = self.regions(stage, counts)
         if not counts.is_cheap:
@@ -204,7 +204,8 @@ class Demand:
     place that needs most
     """
     elsewhere: Callable[[Mapping[int, Counts]], bool] | None = None
-    """where activations are at home elsewhere: whether the hosts have memory for those of a choice"""
+    """where activations are at home elsewhere: whether the hosts have memory for those of a choice
+    """
 
     def fits(self, memory: DeviceMemory, choice: Mapping[int, Counts]) -> bool:
         if self.on_grid is not None:
@@ -241,8 +242,8 @@ def _add_regions(
 
 
 def enough_cheap(stages: Stages, demands: Sequence[Demand]) -> Choice:
-    """Recomputes as few cheap regions as make the samples of every device fit; all of them where even
-    that is too much. Stages on grids have none.
+    """Recomputes as few cheap regions as make the samples of every device fit; all of them where
+    even that is too much. Stages on grids have none.
     """
     choice = dict(enumerate(stages.nothing))
     for demand in demands:

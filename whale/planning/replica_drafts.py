@@ -54,8 +54,8 @@ class GroupDraft:
 
 @dataclass(frozen=True)
 class GroupDrafts:
-    """Drafts of groups of alike replicas for one problem, each made once: the candidates of a search
-    have most of their replicas in common.
+    """Drafts of groups of alike replicas for one problem, each made once: the candidates of a
+    search have most of their replicas in common.
     """
 
     problem: Problem

@@ -258,7 +258,7 @@ def changes_statistics(node: Node) -> bool:
 
 
 def live_operations(captured: CapturedGraph) -> list[Node]:
-    """Operations that the results, the buffer updates or running statistics need, in graph order."""
+    """Operations that results, buffer updates or running statistics need, in graph order."""
     results = [
         *captured.output.all_input_nodes,
         *captured.buffer_updates.values(),

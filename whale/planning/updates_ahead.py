@@ -1,5 +1,5 @@
-"""Whether updates on the host run under the next forward (`runtime/updates_ahead.py`): by rule where
-that is not exact, else by the simulated step.
+"""Whether updates on the host run under the next forward (`runtime/updates_ahead.py`): by rule
+where that is not exact, else by the simulated step.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def with_updates_ahead(plan: Plan, problem: Problem) -> Plan:
         return _with_decision(plan, AT_THE_END, "under the next forward a step would be no shorter")
     longest_s = max(away.ahead_s for away in plan.figures.away)
     why = (
-        f"a simulated step takes {human_seconds(after_s)} and not {human_seconds(before_s)}: of the "
-        f"{human_seconds(longest_s)} on the slowest rank the forward waits for each block only until "
-        "it is there"
+        f"a simulated step takes {human_seconds(after_s)} and not {human_seconds(before_s)}: of "
+        f"the {human_seconds(longest_s)} on the slowest rank the forward waits for each block only "
+        "until it is there"
     )
     return _with_decision(ahead, "under the next forward", why)
 

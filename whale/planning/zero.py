@@ -289,8 +289,8 @@ WHOLE_COPIES = 2
 
 
 def plan_with_owners(plan: Plan, captured: CapturedGraph, stacks: Collection[str] = ()) -> Plan:
-    """The plan with a rank that updates each cut parameter whole, these stacks of matrices included;
-    without them, or as it was, where a device has no memory for that.
+    """The plan with a rank that updates each cut parameter whole, these stacks of matrices
+    included; without them, or as it was, where a device has no memory for that.
     """
     if stacks:
         with_stacks = _with_owners(plan, captured, stacks)

@@ -1,14 +1,15 @@
-"""What is at home outside of the devices, as figures: bytes in each memory, what moves in a step, and
-how long that takes. Simulation, emulation and report compute on it.
+"""What is at home outside of the devices, as figures: bytes in each memory, what moves in a step,
+and how long that takes. Simulation, emulation and report compute on it.
 
-What forward saves goes out in segments, while the next ones are made, and comes back in segments, one
-ahead of its use (`runtime/activations.py`): at most `SEGMENTS_HERE` of them are on the device. Weights
-come block by block in the same way. An action that moves i seconds in and o seconds out, in n
-pieces, and computes for c seconds takes
+What forward saves goes out in segments, while the next ones are made, and comes back in segments,
+one ahead of its use (`runtime/activations.py`): at most `SEGMENTS_HERE` of them are on the device.
+Weights come block by block in the same way. An action that moves i seconds in and o seconds out, in
+n pieces, and computes for c seconds takes
 
     max(c, i, o) + (i + o) / n                                                                   (1)
 
-since the first piece in and the last one out have nothing to hide under. Links go both ways at once.
+since the first piece in and the last one out have nothing to hide under. Links go both ways at
+once.
 """
 
 from __future__ import annotations

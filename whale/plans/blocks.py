@@ -1,8 +1,8 @@
 """Blocks: parameters that come and go together, and which elements of them each rank holds.
 
 The parameters of a block lie one behind the other, flat. Rank i of its group holds the elements
-[ends[i - 1], ends[i]), and every end is the end of a row of a parameter: so of each parameter a rank
-holds some rows, which is a box (`plans/shards.py`). docs/memory.md says what this is for.
+[ends[i - 1], ends[i]), and every end is the end of a row of a parameter: so of each parameter a
+rank holds some rows, which is a box (`plans/shards.py`). docs/memory.md says what this is for.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ class StageFigures:
     before it is added to that of earlier micro-batches. The optimizer works in copies of it
     """
     moments: tuple[Moment, ...] = ()
-    """of its backward under ZeRO from level 2 on: those at which most may be held, for any number of
-    samples; empty: not known
+    """of its backward under ZeRO from level 2 on: those at which most may be held, for any number
+    of samples; empty: not known
     """
 
 

@@ -23,7 +23,10 @@ from whale.report.run_data import Runs
 from whale.report.svg import render
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:"
+)
 """a page of ours may talk to this server and to nobody else"""
 
 

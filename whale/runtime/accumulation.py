@@ -140,7 +140,8 @@ class StepInParts:
         """this rank's part of the losses that count, each times its factor"""
         self._num_samples = 0
         self._trained: frozenset[str] = frozenset()
-        """parameters that the loss of a batch that counts reaches: another shape may reach others"""
+        """parameters that the loss of a batch that counts reaches: another shape may reach others
+        """
         self._totals: Totals | None = None
         """loss and squared norm of the gradients, from when they are all in `.grad`"""
 

@@ -123,8 +123,8 @@ class Activations:
 
     @contextlib.contextmanager
     def saving(self, visit: Visit, received: Iterable[Tensor]) -> Iterator[None]:
-        """Takes what autograd saves in the forward of a micro-batch that runs inside. `received`: what
-        stays until its backward.
+        """Takes what autograd saves in the forward of a micro-batch that runs inside. `received`:
+        what stays until its backward.
         """
         stays = self._staying.union(_address(tensor) for tensor in received)
         segments: list[_Segment] = []

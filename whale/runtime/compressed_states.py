@@ -2,11 +2,13 @@
 Results are not those of local training, and the plan says so.
 
     bf16    rounded to the nearest
-    int8    blocks of 256 numbers with a scale each: x = scale * q, |q| <= 127. States that are never
-            negative (second averages) are stored as roots and rounded up, in 255 steps: what they
-            divide never grows
+    int8    blocks of 256 numbers with a scale each: x = scale * q, |q| <= 127. States that are
+            never negative (second averages) are stored as roots and rounded up, in 255 steps: what
+            they divide never grows
+
 Before a step the states of a few parameters at a time are brought back, updated, and stored again,
-so that memory never holds all of them. States of another shape than their parameter stay as they are.
+so that memory never holds all of them. States of another shape than their parameter stay as they
+are.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ AT_ONCE_BYTES = 32 * 1024**2
 
 @dataclass(frozen=True)
 class Packed:
-    """A state in 8 bits. Whether it is stored as roots only its device knows: nobody waits for it."""
+    """A state in 8 bits. Only its device knows whether it holds roots: nobody waits for that."""
 
     shape: torch.Size
     dtype: torch.dtype

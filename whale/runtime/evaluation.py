@@ -56,8 +56,8 @@ class Evaluation:
         return EvaluationResult(totals, gathered)
 
     def _draw(self, step: int) -> int:
-        """What random numbers are drawn from (a model may draw in evaluation, too): others for every
-        batch that is evaluated before a step, and none that a training step gets.
+        """What random numbers are drawn from (a model may draw in evaluation, too): others for
+        every batch that is evaluated before a step, and none that a training step gets.
         """
         if step != self._step:
             self._step = step

@@ -177,8 +177,8 @@ def summed_norms(job: Job, optimizer: torch.optim.Optimizer | None) -> SummedNor
 
 def for_optimizer(job: Job, whole: WholeUpdates | None) -> NamedParameters:
     """(name, parameter) pairs that the optimizer of this rank gets: whole parameters that this rank
-    owns in place of parts. Parts that hold nothing are left out, of fewer experts than devices, say:
-    there is nothing to update, and torch's Adafactor divides by their number of elements.
+    owns in place of parts. Parts that hold nothing are left out, of fewer experts than devices,
+    say: there is nothing to update, and torch's Adafactor divides by their number of elements.
     """
     states = job.prepared.captured.state
     own = []

@@ -7,7 +7,8 @@ whether the weights change is decided there.
     left out   one number on the device, 1 where the update must not happen. torch's fused kernels
                take it as `found_inf`, which `torch.amp.GradScaler` is built on: neither weights
                nor states change, and steps are not counted
-    factor     clipping and loss scale as one number on the device, which gradients are multiplied by
+    factor     clipping and loss scale as one number on the device, by which gradients are
+               multiplied
 
 The host reads the totals one step late and does then what depends on them: the LR scheduler where a
 step may not count, a message, an error (`runtime/update.py`). With `"on_nonfinite": "stop"` nothing

@@ -1,10 +1,11 @@
-"""Optimizer states whose home is the memory of the host or a disk: the update goes through blocks of
-parameters, and the states of one are on the device from just before its update to just after it,
+"""Optimizer states whose home is the memory of the host or a disk: the update goes through blocks
+of parameters, and the states of one are on the device from just before its update to just after it,
 those of the next on their way (docs/memory.md).
 
-Where the plan updates a block on the host, and its parameters are in host memory, too, the optimizer
-works on its states where they lie, by torch's fused kernels for CPUs; under the next forward where
-the plan says so (`runtime/updates_ahead.py`), but for the first update of a parameter.
+Where the plan updates a block on the host, and its parameters are in host memory, too, the
+optimizer works on its states where they lie, by torch's fused kernels for CPUs; under the next
+forward where the plan says so (`runtime/updates_ahead.py`), but for the first update of a
+parameter.
 
 States come to be in the first update of a block: then it gets its layout, the tensors of its states
 one behind the other, and its place at home. From then on they lie in a slot of a pool during the

@@ -122,8 +122,8 @@ class Residence:
         self._here.clear()
 
     def _arrive(self, block: int) -> None:
-        """Waits for a fetch, if it is not over. What it has left in the slot when that fails, or when
-        Ctrl-C ends the wait, counts for nothing.
+        """Waits for a fetch, if it is not over. What it has left in the slot when that fails, or
+        when Ctrl-C ends the wait, counts for nothing.
         """
         transfer = self._arriving.pop(block, None)
         if transfer is None:

@@ -9,8 +9,8 @@ and which a weight product of a later stage may still have to read.
 
 The optimizer stays one object with one state. Each call of its `step()` sees only some of its
 parameters, which comes to the same bits where it treats every parameter by itself. That is known of
-torch's own classes in `BY_PARAMETER` and of no other, and it does not hold for hooks on `step()`, which would
-run several times: in both cases all is updated at the end.
+torch's own classes in `BY_PARAMETER` and of no other, and it does not hold for hooks on `step()`,
+which would run several times: in both cases all is updated at the end.
 """
 
 from __future__ import annotations

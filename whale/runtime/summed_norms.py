@@ -1,4 +1,5 @@
-"""Adafactor on parts of a stack of matrices (experts), exactly as on the whole (`Plan.summed_norms`).
+"""Adafactor on parts of a stack of matrices (experts), exactly as on the whole
+(`Plan.summed_norms`).
 
 Of a stack cut over its experts each device has whole matrices, and the factors of their second
 moments need nothing of the others. Two numbers are of all the stack:
@@ -6,8 +7,8 @@ moments need nothing of the others. Two numbers are of all the stack:
     alpha = max(eps2, |p| / sqrt(n)) rho        denom = max(1, |u| / (sqrt(n) d))             (1)
 
 with p the parameter, u its update and n the number of its elements. So while the optimizer steps,
-torch's own code runs with |p|, |u| and n of the whole: squares of the norms of parts are summed over
-their holders, which update such parameters in the same order. No rank ever has a whole stack.
+torch's own code runs with |p|, |u| and n of the whole: squares of the norms of parts are summed
+over their holders, which update such parameters in the same order. No rank ever has a whole stack.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The end of a step: is everything finite, clip, optimizer, LR scheduler. The same decision on
 every rank, from the same totals.
 
-On a CPU, and with optimizers that cannot skip a step on the device, the host waits for the totals and
-decides. On accelerators the device decides (`runtime/masked_update.py`), and the host looks at the
-totals one step late, or when the user does.
+On a CPU, and with optimizers that cannot skip a step on the device, the host waits for the totals
+and decides. On accelerators the device decides (`runtime/masked_update.py`), and the host looks at
+the totals one step late, or when the user does.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Updates on the host that run under the next forward, where the plan says so (`Plan.updates_ahead`,
-docs/memory.md).
+"""Updates on the host that run under the next forward, where the plan says so
+(`Plan.updates_ahead`, docs/memory.md).
 
     UpdatesAhead   a thread that updates blocks one after the other, in the order of their use.
                    Gradients are final and the step is decided on when an update is queued, so it

@@ -33,7 +33,7 @@ class WholeUpdates:
         shards: Shards,
         ranks: Ranks,
     ) -> None:
-        """`weights`: this rank's parts, which `scatter` writes to; `shapes`: of whole parameters."""
+        """`weights`: this rank's parts, written by `scatter`; `shapes`: of whole parameters."""
         self._owners = dict(sorted(owners.items()))
         self._weights = weights
         self._shards = shards

@@ -1,5 +1,5 @@
-"""ZeRO and offloaded weights on one rank: where weights, gradients and what the optimizer updates lie
-(docs/memory.md).
+"""ZeRO and offloaded weights on one rank: where weights, gradients and what the optimizer updates
+lie (docs/memory.md).
 
 level 1, 2   every block is one flat buffer with whole weights. The optimizer updates this rank's
              rows, which are views of it; then the block is gathered in place
@@ -12,9 +12,9 @@ offload      of weights: the same, and the interval is memory of the host, or of
 grids        a block of a grid whose weights are at home elsewhere is one of this rank alone, as at
              level 3: its parts of the parameters
 
-Where the plan updates ahead, the optimizer still works while the next forward runs: a block of level
-3 is fetched when its own part is new, and a whole block of levels 1 and 2 is copied and gathered when
-the forward first needs it (`runtime/updates_ahead.py`).
+Where the plan updates ahead, the optimizer still works while the next forward runs: a block of
+level 3 is fetched when its own part is new, and a whole block of levels 1 and 2 is copied and
+gathered when the forward first needs it (`runtime/updates_ahead.py`).
 """
 
 from __future__ import annotations
@@ -304,8 +304,8 @@ class Zero:
                 self.computing[name] = torch.nn.Parameter(view, weights[name].requires_grad)
 
     def _in_place(self, block: Block) -> frozenset[str]:
-        """Parameters with which chunks compute where this rank holds them: whole ones, of ranks that
-        share memory. Elsewhere a gather wants them in the slot.
+        """Parameters with which chunks compute where this rank holds them: whole ones, of ranks
+        that share memory. Elsewhere a gather wants them in the slot.
         """
         if block.weights != "device" or not self.sums_through_memory(block):
             return frozenset()
@@ -424,9 +424,9 @@ def _refuse_parts_held_alike(plan: Plan, blocks: tuple[Block, ...], rank: int) -
             others = [each for each in shards.on(name, rank).ranks if each != rank]
             if others:
                 raise ValueError(
-                    f'"offload" of weights to {block.weights}: ranks {rank} and {others[0]} hold the '
-                    f"same part of {name}, and accelerators sum no gradients on their hosts. Try: a "
-                    "grid that cuts it over all devices, one model replica, or "
+                    f'"offload" of weights to {block.weights}: ranks {rank} and {others[0]} hold '
+                    f"the same part of {name}, and accelerators sum no gradients on their hosts. "
+                    "Try: a grid that cuts it over all devices, one model replica, or "
                     '"offload": {"optimizer": "host"}'
                 )
 

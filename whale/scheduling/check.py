@@ -4,11 +4,11 @@ memory; and how much it has in flight.
 `check` goes from the small to the large, so that each error names one action on one device: first
 each action alone, then what is missing, then the order on each device, then all devices together.
 
-Deadlock. A send is over when its receive was posted, but no device waits for that before its update.
-So sends never block, devices can only wait for each other at receives, and walking all devices
-together finds out whether they do. Where a channel has no tags (between GPUs), a message also waits
-for those before it in its channel: `require_channel_order` asks that both ends list them in the
-same order, so that the ones before were received before, and nothing new is waited for.
+Deadlock. A send is over when its receive was posted, but no device waits for that before its
+update. So sends never block, devices can only wait for each other at receives, and walking all
+devices together finds out whether they do. Where a channel has no tags (between GPUs), a message
+also waits for those before it in its channel: `require_channel_order` asks that both ends list them
+in the same order, so that the ones before were received before, and nothing new is waited for.
 """
 
 from __future__ import annotations

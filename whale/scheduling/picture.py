@@ -35,8 +35,8 @@ def draw(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, width:
     """Text picture of a checked schedule when every forward and backward takes these times and
     messages take none.
 
-    Rows longer than `width` characters end with `>`; the legend is wrapped. The last line is the bubble: the part of the
-    devices' time that is idle.
+    Rows longer than `width` characters end with `>`; the legend is wrapped. The last line is the
+    bubble: the part of the devices' time that is idle.
     """
     if forward <= 0 or backward <= 0:
         raise ValueError(f"forward and backward must take time, got {forward} and {backward}")

@@ -15,10 +15,10 @@ what a rank launches runs in the order of its host, and
 More queues have fewer constraints: what finishes with one queue finishes with any number. Whatever
 can begin stays able to, so going round all ranks until nothing moves finds out whether they finish.
 
-A kernel is loaded when it is first called, and its first calls may allocate memory. Both may make the
-host wait until the device has done all that it was given ("Lazy Loading" in NVIDIA's programming
-guide), posted receives and sends that nobody receives yet among it. So the first pass over an action
-list has a window of its own:
+A kernel is loaded when it is first called, and its first calls may allocate memory. Both may make
+the host wait until the device has done all that it was given ("Lazy Loading" in NVIDIA's
+programming guide), posted receives and sends that nobody receives yet among it. So the first pass
+over an action list has a window of its own:
 
     load              blocks until all sends and receives before it are over
 """

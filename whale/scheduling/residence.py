@@ -1,8 +1,8 @@
 """Moves of what is not always on a device, as data, and the proof that they hold.
 
-A device does its work in order. Something that lives elsewhere (weights of a block, a piece of what a
-stage saved of a micro-batch) has a slot, which others of its size share in turn. It is brought by a
-FETCH, which begins before a place of the order, and leaves by a STORE behind one; what was not
+A device does its work in order. Something that lives elsewhere (weights of a block, a piece of what
+a stage saved of a micro-batch) has a slot, which others of its size share in turn. It is brought by
+a FETCH, which begins before a place of the order, and leaves by a STORE behind one; what was not
 written to is dropped then, and its slot free at once, else it is free one place later. `moves_of`
 makes them: a fetch one place ahead of the first use where the slot allows it, a store behind the
 last use before another one comes. `check_moves` proves of any list of moves:

@@ -1,10 +1,10 @@
-"""What `whale advise` says: the best plans of different kinds, what every device contributes, what a
-change of the cluster would give, and the precision that the cards want.
+"""What `whale advise` says: the best plans of different kinds, what every device contributes, what
+a change of the cluster would give, and the precision that the cards want.
 
 Other clusters get a quick search that starts from the plans found for this one (`carried_over`), so
-that a small budget does not look like a slow cluster. A plan that leaves devices out is a plan of the
-whole cluster, too: what is found without some of them is taken over where it is faster, and one more
-card, which may be left out, never makes a step longer.
+that a small budget does not look like a slow cluster. A plan that leaves devices out is a plan of
+the whole cluster, too: what is found without some of them is taken over where it is faster, and one
+more card, which may be left out, never makes a step longer.
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ class Budget:
     neighbours: int = 24
     """points near to the best that are estimated"""
     nudges: int = 0
-    """candidates that differ from one of the best in one cut, one number or one device that are drafted"""
+    """candidates that differ from one of the best in one cut, one number or one device that are
+    drafted
+    """
     nudged: int = 4
     """so many of the best are those that come first"""
     polished: int = 2
@@ -117,7 +119,7 @@ class Budget:
 
 
 def _nudges(num_operations: int, num_devices: int) -> int:
-    """Most on 5 and 6 devices, which can be arranged in more ways; few where a draft takes longer."""
+    """Most on 5 and 6 devices, which can be arranged in most ways; few where drafts are slow."""
     if num_operations >= TINIEST or num_devices > FEW_DEVICES:
         return 40
     return 240 if num_devices < FEW_DEVICES - 1 else 480

@@ -1,5 +1,6 @@
 """What one micro-batch sends from the devices of a stage to those of the next, as far as estimates
-go: both groups cut its samples evenly, and each pair of devices sends what lies in both their parts.
+go: both groups cut its samples evenly, and each pair of devices sends what lies in both their
+parts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Moves of whole devices between the model replicas of a candidate: to another stage, to a stage or a
-replica of its own, or a whole replica apart into several.
+"""Moves of whole devices between the model replicas of a candidate: to another stage, to a stage or
+a replica of its own, or a whole replica apart into several.
 
 Estimates of replicas that are not alike are rough, since the all-reduce of what some of them finish
 early runs under the work of the others. For tiny models these moves are drafted instead.
@@ -21,8 +21,8 @@ MOST_APART = 32
 
 
 def moved_devices(candidate: Candidate, outline: Outline) -> Iterator[Candidate]:
-    """Candidates that differ in the place of one device, in a replica that is taken apart, or in two
-    devices that have changed places.
+    """Candidates that differ in the place of one device, in a replica that is taken apart, or in
+    two devices that have changed places.
     """
     if candidate.memory.text or any(_is_special(replica) for replica in candidate.replicas):
         return  # replicas that are not alike have neither ZeRO nor offload

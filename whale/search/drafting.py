@@ -50,8 +50,8 @@ class Drafted:
 
 
 def prove(plan: Plan) -> None:
-    """Proves the orders of a plan, which drafts do not, since most of them are thrown away; and that
-    no device is over-full at any action. Raises `DoesNotFit` where one is.
+    """Proves the orders of a plan, which drafts do not, since most of them are thrown away; and
+    that no device is over-full at any action. Raises `DoesNotFit` where one is.
     """
     for template in plan.templates:
         check(template.schedule, require_channel_order=True)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 def first_fit(fits: Callable[[int], bool], start: int, end: int, tries: int) -> int:
     """A place between `start` and `end` that fits while the place before it that was tried does
-    not; `end` where none is found. So many places are tried evenly from `start` to `end`, then those
-    between two of them by halves.
+    not; `end` where none is found. So many places are tried evenly from `start` to `end`, then
+    those between two of them by halves.
     """
     stride = max(1, -(-(end - start) // max(1, tries)))
     refused = start - 1

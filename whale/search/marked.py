@@ -1,8 +1,8 @@
 """The search for an annotated model: what is marked stays, the rest is chosen.
 
-    MarkedSearch.run      what unmarked operations become (`unmarked.py`), each with the best number of
-                          micro-batches; where memory is short, with ZeRO and homes elsewhere; on
-                          fewer devices; then the full search for the order of actions
+    MarkedSearch.run    what unmarked operations become (`unmarked.py`), each with the best number
+                        of micro-batches; where memory is short, with ZeRO and homes elsewhere; on
+                        fewer devices; then the full search for the order of actions
 
 Marks hold with their device counts, and so do settings that the user gave. Chunks, which are cut by
 time alone, are made only where the user asks for them (`"schedule": "wave"`, `num_waves`).

@@ -1,5 +1,5 @@
-"""Drafts of a search with what ranks hold alike in parts (ZeRO), and with homes outside of the devices
-(offload): alternatives to recomputation and to more stages, where memory is short.
+"""Drafts of a search with what ranks hold alike in parts (ZeRO), and with homes outside of the
+devices (offload): alternatives to recomputation and to more stages, where memory is short.
 """
 
 from __future__ import annotations

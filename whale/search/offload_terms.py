@@ -1,12 +1,12 @@
-"""What homes outside of the devices change in an estimate: seconds of a forward, of a backward and of
-the update (`planning/offload_account.py` and `offload_figures.py` have the exact figures, the latter
-of what moves; `zero_terms.py` has the bytes that stay on a device).
+"""What homes outside of the devices change in an estimate: seconds of a forward, of a backward and
+of the update (`planning/offload_account.py` and `offload_figures.py` have the exact figures, the
+latter of what moves; `zero_terms.py` has the bytes that stay on a device).
 
 A rank with the part f of trained parameters of T bytes, with s bytes of optimizer state for each
 byte of a parameter and S bytes that a micro-batch saves, moves
 
     at home elsewhere    in every forward    in every backward    in the update
-    optimizer                                                     2 s f T, or 2 f T and the host's work
+    optimizer                                                 2 s f T, or 2 f T and the host's work
     weights              f T in              f T in
     gradients                                f T out
     activations          S out               S in

@@ -42,15 +42,15 @@ def precision_notes(problem: Problem) -> list[str]:
     if has_tf32 and totals["tf32"] > WORTH_IT * totals["fp32"]:
         notes.append(
             'float32 products in TF32, torch.set_float32_matmul_precision("high"): '
-            f"a peak rate of products {compared(totals['tf32'] / totals['fp32'], 'higher', 'lower')}, "
-            "all devices together"
+            f"a peak rate of products "
+            f"{compared(totals['tf32'] / totals['fp32'], 'higher', 'lower')}, all devices together"
         )
     best = max(PRECISIONS, key=lambda name: totals[name])
     if len(set(wanted)) > 1 or (wanted and best not in wanted):
         rates_of_all = ", ".join(f"{name} {_tera(totals[name])}" for name in PRECISIONS)
         notes.append(
-            f'All ranks compute in one precision: "{best}" has the highest peak rate of products, all '
-            f"devices together (TFLOP/s: {rates_of_all})"
+            f'All ranks compute in one precision: "{best}" has the highest peak rate of products, '
+            f"all devices together (TFLOP/s: {rates_of_all})"
         )
     if notes:
         notes.append(STEPS_DIFFER)

@@ -1,4 +1,5 @@
-"""The search: shapes are bounded and estimated, the best are drafted, then polished (docs/search.md).
+"""The search: shapes are bounded and estimated, the best are drafted, then polished
+(docs/search.md).
 
     find_plan            the fastest plan that was found, with what was tried
       Search.estimated   shapes x micro-batches: guessed, bounded, estimated; the best first
@@ -151,7 +152,7 @@ class Search(Tries):
         return sorted(found, key=lambda each: each.step_s)
 
     def estimator_of(self, memory: MemoryChoice, num_samples: int | None = None) -> Estimator:
-        """The estimator of candidates that do this about their memory, with what it has computed."""
+        """The estimator, and all it has computed, of candidates that do this about memory."""
         key = (memory, num_samples)
         if key not in self._estimators:
             self._estimators[key] = Estimator(
@@ -416,8 +417,8 @@ class Search(Tries):
         return self.best is not best
 
     def _nudge(self) -> None:
-        """Drafts what differs from one of the best in one cut, one number or one device, and goes on
-        from what is faster; then from the next best, as long as the budget lasts.
+        """Drafts what differs from one of the best in one cut, one number or one device, and goes
+        on from what is faster; then from the next best, as long as the budget lasts.
         """
         left = self.budget.nudges
         different = {each.score_s: each for each in reversed(self.drafted)}

@@ -1,12 +1,14 @@
-"""Many hosts that are alike: the search looks at one slice of the cluster and repeats what it finds.
+"""Many hosts that are alike: the search looks at one slice of the cluster and repeats what it
+finds.
 
 Hosts with the same devices, links and memories are alike. Where the number of each sort of them
 divides by k, a plan for 1/k of the hosts with 1/k of the samples, k times, is a plan of everything:
 k times as many model replicas, each as in the slice. Only the all-reduces at the end of a step go
 over more ranks, so the best plans of the slice are drafted on all devices, and the fastest of these
-counts; and one slice alone, for models so small that the others only hold it up. Where the hosts of a
-sort do not divide, k is the number that leaves fewest devices over; they take no part, and the plan
-says so. The search takes as long for ten thousand devices as for a thousand; what grows is the draft.
+counts; and one slice alone, for models so small that the others only hold it up. Where the hosts of
+a sort do not divide, k is the number that leaves fewest devices over; they take no part, and the
+plan says so. The search takes as long for ten thousand devices as for a thousand; what grows is the
+draft.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ if TYPE_CHECKING:
 MOST_DEVICES = 1024
 """of a cluster that is searched as a whole; those with more are sliced"""
 SLICE_PARTS = (4, 2, 1, 0.5)
-"""slices have at most `MOST_DEVICES` divided by this: small ones first, since what a search enumerates
-grows with the devices of a slice, larger ones for models that do not fit on those
+"""slices have at most `MOST_DEVICES` divided by this: small ones first, since what a search
+enumerates grows with the devices of a slice, larger ones for models that do not fit on those
 """
 NEAR = 1.05
-"""plans of a slice that take at most so many times the best are repeated as well, where a draft takes
-long: all-reduces over more ranks may change which is the best
+"""plans of a slice that take at most so many times the best are repeated as well, where a draft
+takes long: all-reduces over more ranks may change which is the best
 """
 LEAST_USED = 0.95
 """of the devices must be in slices; with more left over, the whole cluster is searched"""
@@ -189,7 +191,7 @@ def _draft_one_slice(search: Search, slices: Slices, inner: Search) -> None:
 
 
 def _best_first(inner: Search) -> Iterator[Drafted]:
-    """Plans of a search, each candidate once though it may have been drafted with several orders."""
+    """Plans of a search, each candidate once though it may be drafted with several orders."""
     seen = set()
     for drafted in sorted(inner.drafted, key=lambda each: each.score_s):
         if drafted.candidate not in seen:

@@ -8,7 +8,8 @@ sent; instead activations are, in each micro-batch forward and backward. With i 
 sample that the operation reads and gives,
 
     gathered    2 b i (n - 1) / n  and, unless everything behind is split too, 2 b o (n - 1) / n^2
-    all to all  2 b (i + o) (n - 1) / n^2, where the weight has a dim of its own for this (experts) (1)
+    all to all  2 b (i + o) (n - 1) / n^2, where the weight has a dim of its own for this (experts)
+    (1)
 
 A parameter is heavy where 2 w (n - 1) / n is more than M times (1). What the step really takes is
 left to the planner of grids (`planning/grids.py`); lines (1) only say what is worth its time.

@@ -1,5 +1,5 @@
-"""Candidates whose groups split operations: heavy parameters over a grid, everything else by samples
-on the same devices.
+"""Candidates whose groups split operations: heavy parameters over a grid, everything else by
+samples on the same devices.
 
     group_shapes        groups of devices that split together: all devices, or parts of a host
     split_candidates    for every group, number of micro-batches and set of heavy parameters

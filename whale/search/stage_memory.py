@@ -38,8 +38,8 @@ class OutlineMemory:
 
     @cached_property
     def static(self) -> tuple[list[float], list[float]]:
-        """Prefix sums of what segments hold all the time, without and with buckets for gradients that
-        are all-reduced.
+        """Prefix sums of what segments hold all the time, without and with buckets for gradients
+        that are all-reduced.
         """
         return prefix_sums(self.outline.static_bytes(False)), prefix_sums(
             self.outline.static_bytes(True)
@@ -67,7 +67,7 @@ class OutlineMemory:
         return static
 
     def recomputed(self, stage: StageRow, start: int, end: int, in_flight: int) -> float:
-        """Part of a stage that is recomputed, by line (2); infinity where even all is too little."""
+        """Part of a stage that is recomputed, by line (2); infinity: even all is too little."""
         if not stage.devices:
             return 1.0 if self.recompute is True else 0.0
         fixed, per_sample = self.saved

@@ -1,5 +1,5 @@
-"""The messages of a point in an estimate: between stages in every micro-batch, and the all-reduces at
-the end of a step.
+"""The messages of a point in an estimate: between stages in every micro-batch, and the all-reduces
+at the end of a step.
 """
 
 from __future__ import annotations

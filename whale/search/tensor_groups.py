@@ -6,7 +6,7 @@ every segment takes longer by its messages. With c bytes for each sample that cr
 segment (a residual stream, say), a pair of products behind it gathers c and scatters its result,
 forward and backward:
 
-    4 c (t - 1) / t bytes for each sample and segment, over the link between the t devices        (1)
+    4 c (t - 1) / t bytes for each sample and segment, over the link between the t devices   (1)
 
 So shapes, cuts, memory and bounds are those of any other pipeline, on fewer and larger devices.
 Layers that were measured split over t devices take these times (docs/costs.md), which have their

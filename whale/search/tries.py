@@ -90,8 +90,8 @@ class Tries:
         raise NotImplementedError
 
     def _prove_best(self) -> None:
-        """Proves the best plan. One that is over-full at some action is no plan: the next one is the
-        best then.
+        """Proves the best plan. One that is over-full at some action is no plan: the next one is
+        the best then.
         """
         while (best := self.best) is not None:
             try:

@@ -119,8 +119,8 @@ class Unmarked:
                 yield rest
 
     def _rest(self, parts: Sequence[Sequence[Node]], widths: Sequence[int]) -> Rest:
-        """Unmarked operations as these TaskGraphs. All marks are numbered in the order of the model,
-        in which devices are given out.
+        """Unmarked operations as these TaskGraphs. All marks are numbered in the order of the
+        model, in which devices are given out.
         """
         marks = dict(self.problem.marks)
         for number, (part, width) in enumerate(zip(parts, widths, strict=True)):
@@ -202,8 +202,8 @@ class Unmarked:
             yield [self.nodes[start:stop] for start, stop in pairwise([*each, len(self.nodes)])]
 
     def _groups(self, widths: tuple[int, ...], order: Order) -> list[Groups]:
-        """The ranks of every TaskGraph of the rest. Marked ones stand before that which is cut about
-        where they are in the model.
+        """The ranks of every TaskGraph of the rest. Marked ones stand before that which is cut
+        about where they are in the model.
         """
         places = self.outline.places
         own = [places[node] for node in self.nodes]

@@ -176,8 +176,8 @@ class _Run:
         return first not in self.operations and second not in self.operations
 
     def has_own_parameters(self) -> bool:
-        """Whether no two layers read a parameter that the others do not: what a later layer left out
-        would have to stand for itself.
+        """Whether no two layers read a parameter that the others do not: what a later layer left
+        out would have to stand for itself.
         """
         seen = set()
         for node in (*self.layers[0], *self.layers[1]):

@@ -5,8 +5,8 @@ A message of n bytes over a link of rate r and latency l that is free at time t 
 t + n / r + l; the link is free again at t + n / r. The rate may depend on n (`cluster/network.py`).
 Devices of one host have a link of their own for each direction of each pair; all messages that
 leave a host share its network card, and so do all-reduces of gradients. Where one device does not
-fill the card, a message occupies the device's outgoing link and the card each for its own time, and arrives
-when it has left both.
+fill the card, a message occupies the device's outgoing link and the card each for its own time, and
+arrives when it has left both.
 
 An all-reduce takes the time of a ring over the slowest link of its group. A ring of k devices that
 reduces n bytes in b buckets sends 2 (k - 1) / k n bytes over each of its links, in 2 (k - 1) steps

@@ -5,11 +5,11 @@ weights, buffers     from the start; buffers are the model's own, the buckets in
 gradients            of a stage from its first backward of a step to the next step
 optimizer state      from the first update on, as many bytes for a byte of weights as the user's
                      optimizer makes
-under ZeRO           of all these this rank's part; the buffers into which weights are gathered count
-                     as weights. Gradients of blocks on their way count as buffers while they are
-                     there: from level 2 on inside of every backward, and one flat copy behind it
-                     until the next; at level 1 while blocks are reduced, under the last backward or
-                     in front of the update
+under ZeRO           of all these this rank's part; the buffers into which weights are gathered
+                     count as weights. Gradients of blocks on their way count as buffers while they
+                     are there: from level 2 on inside of every backward, and one flat copy behind
+                     it until the next; at level 1 while blocks are reduced, under the last backward
+                     or in front of the update
 elsewhere            what is at home on the host or its disk is not here but for its buffers, which
                      count as buffers; `plans/away.py` says how much of activations is
 activations          what a stage saves of a micro-batch and the workspace of a backward, by the
@@ -108,8 +108,8 @@ class Account:
         self._pass_through(moving - self._copied_bytes, str(action))
 
     def end(self, action: Action, num_samples: int, is_last: bool = False) -> None:
-        """It is over. Gradients grow while activations are freed: most is there at either end, or at
-        a moment between that is known (`Moment`).
+        """It is over. Gradients grow while activations are freed: most is there at either end, or
+        at a moment between that is known (`Moment`).
 
         `is_last`: no other backward of this stage comes in this step.
         """

@@ -72,8 +72,8 @@ class DeviceTimeline:
     moved_s: float = 0.0
     """seconds of its transfers from and to them in forwards and backwards, one after the other"""
     exposed_s: float = 0.0
-    """seconds by which its forwards and backwards are longer for these transfers: the rest is hidden
-    under compute
+    """seconds by which its forwards and backwards are longer for these transfers: the rest is
+    hidden under compute
     """
     ahead_s: float = 0.0
     """seconds of its updates on the host that run under the next forward, as far as that does not
