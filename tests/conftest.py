@@ -195,6 +195,16 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture
+def fresh_session() -> Iterator[None]:
+    """`wh.init()` before and after a test, so that it neither finds settings nor leaves any."""
+    import whale as wh
+
+    wh.init()
+    yield
+    wh.init()
+
+
 LONG = (
     "test_samples.py",
     "test_losses.py",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,12 +26,7 @@ from tests.integration.refused import (
 )
 from whale.cluster.cluster import DeviceKind
 
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    wh.init()
-    yield
-    wh.init()
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 @pytest.fixture(scope="module")

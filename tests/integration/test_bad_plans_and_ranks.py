@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,7 @@ from tests.integration.refused import (
 from tests.ranks import run_ranks
 from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
 
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    wh.init()
-    yield
-    wh.init()
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 # ---- models

@@ -24,16 +24,13 @@ from whale.capture.prepare import CapturedModel
 from whale.lowering.weights import build_on_meta
 from whale.model_planner import ModelPlanner
 
+pytestmark = pytest.mark.usefixtures("fresh_session")
+
 FLOAT_BYTES = 4
 """of float32"""
 
 Edges = dict[tuple[int, int], list[int]]
 """(source stage, destination stage) -> bytes for each sample of every value that goes there"""
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> None:
-    wh.init()
 
 
 def edges(plan: wh.Plan) -> Edges:

@@ -21,6 +21,8 @@ from whale import api, scheduling
 from whale.capture.batch import read_batch
 from whale.capture.prepare import CapturedModel
 
+pytestmark = pytest.mark.usefixtures("fresh_session")
+
 preload("tests.integration.test_memory")
 
 WIDTH = 8
@@ -57,13 +59,6 @@ def cut(model: nn.Module, num_stages: int) -> nn.Module:
     for layer in range(NUM_LAYERS):
         globs[layer * num_stages // NUM_LAYERS].append(f"layers.{layer}")
     return wh.annotate(model, {"|".join(glob): wh.replicate(1) for glob in globs})
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    wh.init()
-    yield
-    wh.init()
 
 
 def prepare_net() -> CapturedModel:

@@ -27,17 +27,12 @@ from tests.integration.training import (
 from tests.ranks import ModelServer, RankError, preload
 from tests.zoo import Case
 
+pytestmark = pytest.mark.usefixtures("fresh_session")
+
 preload("tests.integration.training")
 
 WIDTH = 6
 BATCH_SIZE = 10
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    wh.init()
-    yield
-    wh.init()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ worse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -24,6 +24,8 @@ from whale.planning.adapt import (
 from whale.plans.plan import Plan
 from whale.plans.revise import revise
 
+pytestmark = pytest.mark.usefixtures("fresh_session")
+
 WIDTH = 4
 BATCH_SIZE = 16
 THRESHOLD = 0.15
@@ -38,13 +40,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x.square().mean()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_session() -> Iterator[None]:
-    wh.init()
-    yield
-    wh.init()
 
 
 def plan_of(num_devices: int, seconds: Sequence[float], **config: object) -> Plan:

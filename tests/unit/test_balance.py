@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import whale as wh
+from tests.unit.clusters import devices
 from whale.cluster.cluster import Cluster, Device, DeviceKind, Link, device_kind
 from whale.cluster.file import loads
 from whale.planning.balance import device_orders
@@ -54,19 +55,6 @@ def plan_of(
     return wh.plan(
         Net(), torch.randn(batch_size, WIDTH), cluster=cluster, config=settings, optimizer=optimizer
     )  # type: ignore[arg-type]
-
-
-def devices(*memories: int, rates: tuple[float, ...] | None = None) -> Cluster:
-    """Devices of so many bytes; nothing to read or send, so that FLOP alone count."""
-    kinds = [
-        DeviceKind(f"k{i}", (rates or (1e12,) * len(memories))[i], memory, 1e18)
-        for i, memory in enumerate(memories)
-    ]
-    return Cluster(
-        tuple(Device(i, "h", i, kind) for i, kind in enumerate(kinds)),
-        Link(1e18, 0.0),
-        Link(1e18, 0.0),
-    )
 
 
 PARAMETERS = NUM_LAYERS * (WIDTH * WIDTH + WIDTH) * 4

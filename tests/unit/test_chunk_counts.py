@@ -4,8 +4,6 @@ adds messages and actions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +14,8 @@ from whale.cluster.kinds import DeviceKind
 from whale.cluster.network import Link
 from whale.planning.chunks import AUTO_COUNTS
 from whale.plans.plan import Plan
+
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 WIDTH = 64
 NUM_DEVICES = 4
@@ -35,13 +35,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x.sum(dim=1).mean()
-
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    wh.init()
-    yield
-    wh.init()
 
 
 def planned(link: Link, num_layers: int = NUM_LAYERS, **more: object) -> Plan:

@@ -4,7 +4,6 @@ nothing of what runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,12 +19,7 @@ from whale.plans.revise import revise
 from whale.plans.samples import SampleMap
 from whale.plans.shards import Shards
 
-
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    wh.init()
-    yield
-    wh.init()
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 DECIDES = (

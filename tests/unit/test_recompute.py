@@ -5,7 +5,6 @@ with its cost in the plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import whale as wh
 from tests.exactness import Float64Mode
+from tests.unit.clusters import devices
 from whale import api
 from whale.capture.batch import read_batch
 from whale.capture.graph import CapturedGraph
-from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
+from whale.cluster.cluster import Cluster
 from whale.planning.cheap_regions import cheap_regions
 from whale.planning.graph_facts import GraphFacts
 from whale.plans.plan import Plan
+
+pytestmark = pytest.mark.usefixtures("fresh_session")
 
 WIDTH = 16
 NUM_LAYERS = 8
@@ -52,28 +54,8 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-@pytest.fixture(autouse=True)
-def fresh_session() -> Iterator[None]:
-    wh.init()
-    yield
-    wh.init()
-
-
 def sgd(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
-
-
-def devices(*memories: int, rates: tuple[float, ...] | None = None) -> Cluster:
-    """Devices of so many bytes; nothing to read or send, so that FLOP alone count."""
-    kinds = [
-        DeviceKind(f"k{i}", (rates or (1e12,) * len(memories))[i], memory, 1e18)
-        for i, memory in enumerate(memories)
-    ]
-    return Cluster(
-        tuple(Device(i, "h", i, kind) for i, kind in enumerate(kinds)),
-        Link(1e18, 0.0),
-        Link(1e18, 0.0),
-    )
 
 
 def plan_of(cluster: Cluster | int, **config: object) -> Plan:

@@ -64,15 +64,8 @@ def taken_early(root: nn.Module) -> GraphModule:
     return GraphModule(root, graph)
 
 
-def with_region(root: nn.Module) -> GraphModule:
-    """The same with the last two products in a region that is recomputed, which also hands on the
-    view of its weight.
-    """
-    body = Graph()
-    x, b, c = (body.placeholder(name) for name in ("x", "b", "c"))
-    turned = body.call_function(torch.t, (c,))
-    x = body.call_function(torch.mm, (body.call_function(torch.mm, (x, b)), turned))
-    body.output((x, turned))
+def around(root: nn.Module, body: Graph) -> GraphModule:
+    """A product with a, and then the region, which reads b and c."""
     root.add_module("region", Recomputed(GraphModule(nn.Module(), body)))
     graph = Graph()
     given = graph.placeholder("x")
@@ -82,6 +75,18 @@ def with_region(root: nn.Module) -> GraphModule:
     parts: list[Node] = [graph.call_function(operator.getitem, (call, place)) for place in range(2)]
     graph.output(tuple(parts))
     return GraphModule(root, graph)
+
+
+def with_region(root: nn.Module) -> GraphModule:
+    """The same with the last two products in a region that is recomputed, which also hands on the
+    view of its weight.
+    """
+    body = Graph()
+    x, b, c = (body.placeholder(name) for name in ("x", "b", "c"))
+    turned = body.call_function(torch.t, (c,))
+    x = body.call_function(torch.mm, (body.call_function(torch.mm, (x, b)), turned))
+    body.output((x, turned))
+    return around(root, body)
 
 
 def with_side_branch(root: nn.Module) -> GraphModule:
@@ -92,15 +97,7 @@ def with_side_branch(root: nn.Module) -> GraphModule:
     turned = body.call_function(torch.t, (c,))
     side = body.call_function(torch.detach, (body.call_function(torch.mm, (x, turned)),))
     body.output((body.call_function(torch.add, (main, side)), turned))
-    root.add_module("region", Recomputed(GraphModule(nn.Module(), body)))
-    graph = Graph()
-    given = graph.placeholder("x")
-    a, b, c = (graph.get_attr(name) for name in NAMES)
-    x = graph.call_function(torch.tanh, (graph.call_function(torch.mm, (given, a)),))
-    call = graph.call_module("region", (x, b, c))
-    parts: list[Node] = [graph.call_function(operator.getitem, (call, place)) for place in range(2)]
-    graph.output(tuple(parts))
-    return GraphModule(root, graph)
+    return around(root, body)
 
 
 def results(module: GraphModule, root: nn.Module) -> list[Tensor]:
