@@ -412,7 +412,7 @@ def _different_orders() -> None:
     streams.synchronize()
 
 
-def test_ranks_that_call_in_different_orders_are_told() -> None:
+def test_ranks_that_call_in_different_orders_are_named() -> None:
     with pytest.raises(RankError, match=r"call 0 of a communicator is all_reduce of [28] "):
         on_device(_different_orders, 2)
 

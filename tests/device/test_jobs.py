@@ -243,7 +243,7 @@ def test_fp16_skips_what_torch_skips(server: ModelServer, stages: bool) -> None:
 
 
 class Dropped(nn.Module):
-    """Dropout in a part that is computed again in backward."""
+    """Dropout in a part that is recomputed in backward."""
 
     def __init__(self) -> None:
         super().__init__()

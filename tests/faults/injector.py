@@ -243,7 +243,7 @@ def damage(checkpoint: Path, fault: Fault) -> None:
 
 
 def _await_removals(folder: Path, step: int, previous: Handle | None) -> None:
-    """Of older checkpoints and of what is left of failed saves: a full disk would have room again
+    """Of older checkpoints and of what is left of failed saves: a full disk would have space again
     while the next save is under way.
     """
     if previous is not None:

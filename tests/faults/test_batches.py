@@ -1,5 +1,5 @@
-"""Ranks that are given unlike batches after the steps in which values are compared: named at once,
-not after a stall.
+"""Ranks that are given different batches after the steps in which values are compared: named at
+once, not after a stall.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def train(how: str, file: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["known shapes", "data parallel", "stages", "evaluation"])
-def test_unlike_shapes_are_named(how: str, tmp_path: Path) -> None:
+def test_different_shapes_are_named(how: str, tmp_path: Path) -> None:
     with pytest.raises(RankError):
         run_ranks(train, 2, how, str(tmp_path / "stderr.txt"))
     message = (tmp_path / "stderr.txt").read_text()

@@ -1,5 +1,5 @@
 """Jobs that are disturbed: they end everywhere in time, with one message, leave nothing behind, and
-go on from the last checkpoint.
+continue from the last checkpoint.
 
 The weights in the end are those of an undisturbed run, to the bit, and no checkpoint ever loads as
 something else than what was trained.
@@ -223,7 +223,7 @@ def test_disk_faults_do_not_stop_training(
 
 # the same with forked ranks stands above, restarts of `whale run` are in test_cli.py
 @pytest.mark.slow
-def test_whale_run_goes_on_after_a_kill(references: References, tmp_path: Path) -> None:
+def test_whale_run_continues_after_a_kill(references: References, tmp_path: Path) -> None:
     with Jobs(forked=False) as jobs:
         outcome = jobs.run(tmp_path, [Fault("kill", 1, step=7, place=2)], steps=STEPS, restarts=1)
         check(outcome, jobs, references[2])
@@ -258,7 +258,7 @@ def test_seven_faults_in_one_job(jobs: Jobs, references: References, tmp_path: P
     ],
     ids=lambda faults: ", ".join(fault.kind for fault in faults),
 )
-def test_whale_run_goes_on_after_faults(
+def test_whale_run_continues_after_faults(
     references: References, tmp_path: Path, faults: list[Fault]
 ) -> None:
     with Jobs(forked=False) as jobs:

@@ -115,7 +115,7 @@ def test_silence() -> None:
     )
 
 
-def test_batches_of_unlike_shapes() -> None:
+def test_batches_of_different_shapes() -> None:
     """Only batches with the same number are compared: ranks need not be at the same place all the
     time.
     """
@@ -232,7 +232,7 @@ def test_a_stranger_is_sent_away(started: Hub, words: bytes) -> None:
         assert all(seen.end is None for seen in started._ranks.values())
 
 
-def test_the_cause_is_told_last(capfd: pytest.CaptureFixture[str], started: Hub) -> None:
+def test_the_cause_is_reported_last(capfd: pytest.CaptureFixture[str], started: Hub) -> None:
     """It may end this very process as soon as it knows."""
     with join(started, 0, started.token) as zero, join(started, 1, started.token) as one:
         hear(one, "positions")
@@ -260,7 +260,7 @@ def share(value: object) -> object:
 
 
 def raise_alike() -> int:
-    """All ranks raise, catch and go on: nobody is ended, also when it happens again."""
+    """All ranks raise, catch and continue: nobody is ended, also when it happens again."""
     mine = start_watch(dist.get_rank(), 2, TIMEOUT_S, share)
     assert start_watch(dist.get_rank(), 2, 5.0, share) is mine and mine.timeout_s == 5.0
     for number in range(2):

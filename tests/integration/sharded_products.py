@@ -146,7 +146,7 @@ def summa(groups: Groups) -> Iterator[tuple[str, float]]:
 
 
 def experts(cutting: Cutting) -> Iterator[tuple[str, float]]:
-    """5 experts, unlike numbers of tokens (none for some), K and N different; the reference does
+    """5 experts, different numbers of tokens (none for some), K and N different; the reference does
     one expert after the other.
     """
     num_experts = 5

@@ -306,7 +306,7 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_said() -> None:
     assert not wh.plan(model, make_batch(), cluster=2, optimizer=sgd).owners
 
 
-def test_a_sharded_model_that_has_no_room_is_refused_with_numbers() -> None:
+def test_a_sharded_model_that_does_not_fit_is_refused_with_numbers() -> None:
     tiny = wh.Cluster.uniform(2, DeviceKind("tiny", 1e12, 3000, 1e11))
     message = message_of(
         lambda: wh.plan(wh.annotate(Net(width=64), {"*": wh.split(2)}), make_batch(), cluster=tiny)

@@ -1,4 +1,4 @@
-"""Dropout, bf16 and activations that are computed again."""
+"""Dropout, bf16 and activations that are recomputed."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_bf16_sends_tensors_in_their_own_dtype(residual: bool, itemsize: int) ->
         assert dtypes == {torch.float32}, "weights and gradients stay in float32"
 
 
-# ---- activations computed again
+# ---- activations recomputed
 # ---------------------------------------------------------------------------------------
 
 
@@ -244,7 +244,7 @@ def recomputing(kind: type[Recomputing]) -> nn.Module:
 
 
 def train_recomputing() -> list[tuple[dict[str, Tensor], int, dict[str, Tensor]]]:
-    """Gradients, tensors that autograd kept in a step, and state: with regions computed again, and
+    """Gradients, tensors that autograd saved in a step, and state: with regions recomputed, and
     without.
     """
     found = []

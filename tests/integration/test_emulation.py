@@ -193,7 +193,7 @@ def train_on_grid(settings: EmulationSettings) -> list[float]:
 
 
 @pytest.mark.parametrize("stub", [False, True])
-def test_unlike_devices_on_a_grid(stub: bool, tmp_path: Path) -> None:
+def test_heterogeneous_devices_on_a_grid(stub: bool, tmp_path: Path) -> None:
     """Parts of weights are summed over lines of the grid: groups that nothing else asks for."""
     losses = run_ranks(train_on_grid, 4, settings_for(tmp_path, UNLIKE % (2, 2), stub))
     assert all(each == losses[0] for each in losses)
@@ -206,7 +206,7 @@ def test_unlike_devices_on_a_grid(stub: bool, tmp_path: Path) -> None:
 REPLICAS = [{"stages": [[0]], "samples": 4}, {"stages": [[2], [1]], "num_micro_batch": 2}]
 
 
-def train_unlike(settings: EmulationSettings) -> list[float]:
+def train_heterogeneous(settings: EmulationSettings) -> list[float]:
     settings.pass_on()
     wh.init({"replicas": REPLICAS})
     engine = wh.parallelize(on_grid(), mini_batches()[0], optimizer=adam, loss=mean_square)
@@ -221,7 +221,7 @@ def test_model_replicas_that_are_not_alike(stub: bool, tmp_path: Path) -> None:
     plan.
     """
     settings = settings_for(tmp_path, UNLIKE % (1, 2), stub)
-    losses = run_ranks(train_unlike, 3, settings)
+    losses = run_ranks(train_heterogeneous, 3, settings)
     assert all(each == losses[0] for each in losses)
     if not stub:
         local = local_training(on_grid(), mini_batches(), mean_square, adam)

@@ -39,7 +39,7 @@ def test_trains_like_local(subject: Subject, plan: PlanCase) -> None:
 
 
 @pytest.mark.parametrize("plan", UNLIKE_PLANS, ids=lambda plan: plan.name)
-def test_trains_like_local_with_unlike_replicas(subject: Subject, plan: PlanCase) -> None:
+def test_trains_like_local_with_different_replicas(subject: Subject, plan: PlanCase) -> None:
     if CASES[subject[0]].batch_statistics and len(plan.config["replicas"]) > 1:
         with pytest.raises(RankError, match="a batch norm takes the statistics"):
             subject[1].run(train_on_rank, plan.num_ranks, plan)
@@ -49,7 +49,7 @@ def test_trains_like_local_with_unlike_replicas(subject: Subject, plan: PlanCase
 
 @pytest.mark.slow  # tests/integration/test_clusters.py has the quick ones
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan.kinds], ids=lambda plan: plan.name)
-def test_trains_like_local_on_unlike_devices(subject: Subject, plan: PlanCase) -> None:
+def test_trains_like_local_on_heterogeneous_devices(subject: Subject, plan: PlanCase) -> None:
     _compare_with_local(subject, plan)
 
 

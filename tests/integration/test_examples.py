@@ -179,7 +179,7 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_demo_and_how_it_resumes(tmp_path: Path) -> None:
-    """4 ranks, 6 steps; then the end is lost, and one process goes on from step 3 to the same
+    """4 ranks, 6 steps; then the end is lost, and one process continues from step 3 to the same
     weights.
     """
     printed = run(tmp_path, "whale", "run", "-n", "4", EXAMPLES / "train_m6.py", *SMALL)

@@ -245,7 +245,7 @@ micro-batches
 
 
 class Kept:
-    """A tensor that autograd keeps for backward."""
+    """A tensor that autograd saves for backward."""
 
     alive = peak = made = 0
 
@@ -288,7 +288,7 @@ def fly(prepared: CapturedModel, cases: list[tuple[int, int, str]]) -> list[Flig
 def test_as_many_micro_batches_are_in_flight_as_the_schedule_says(
     server: ModelServer, num_ranks: int, stages: tuple[int, ...]
 ) -> None:
-    """1F1B keeps min(stages to the end, M) on each stage, GPipe all M: counted by the engine,
+    """1F1B saves min(stages to the end, M) on each stage, GPipe all M: counted by the engine,
     proved before, and seen by autograd.
     """
     cases = [

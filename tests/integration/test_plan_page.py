@@ -184,7 +184,7 @@ def test_pictures_show_every_action_and_device(folder: Path) -> None:
         assert f"activations {human_bytes(device['peak_bytes']['activations'])}" in titles
 
 
-def test_the_commands_tell_step_devices_and_memory(folder: Path) -> None:
+def test_the_commands_print_step_devices_and_memory(folder: Path) -> None:
     timeline = predicted(folder)
     for file in ("plan.txt", "simulate.txt"):
         text = " ".join((folder / file).read_text().split())

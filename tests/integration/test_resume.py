@@ -1,5 +1,5 @@
-"""Resuming is exact: a job that is saved and goes on under other plans and rank counts trains like
-one that was never interrupted.
+"""Resuming is exact: a job that is saved and continues under other plans and rank counts trains
+like one that was never interrupted.
 
 4 ranks (2 stages x DP 2) -> 2 ranks (DP 2) -> 3 ranks (3 stages) -> 1 rank. The reference is plain
 PyTorch on the same samples.
@@ -141,8 +141,8 @@ class RankOutcome:
 
 
 def train_leg(prepared: None, leg: Leg, folder: Path, forgets: str = "") -> RankOutcome:
-    """One rank: goes on from the folder's checkpoint if there is one, trains and saves. `forgets`:
-    what is lost on the way.
+    """One rank: continues from the folder's checkpoint if there is one, trains and saves.
+    `forgets`: what is lost on the way.
     """
     wh.init(
         {**leg.config, "seed": int(os.environ.get("WORLD_SIZE", "1"))}

@@ -1,5 +1,5 @@
 """Whatever plan the search takes trains like local PyTorch: random models on random clusters of
-unlike CPUs, on real ranks. Losses of three steps and the weights after them.
+CPUs of different speeds, on real ranks. Losses of three steps and the weights after them.
 """
 
 from __future__ import annotations

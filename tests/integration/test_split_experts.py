@@ -62,7 +62,7 @@ def patterns(subject: Subject, grid: tuple[int, int, int]) -> list[str]:
     ids=str,
 )
 def test_tokens_travel_to_their_experts(wide: ModelServer, grid: tuple[int, int, int]) -> None:
-    """7 experts with unlike numbers of tokens on 2 or 4 devices: loss, gradients and three steps
+    """7 experts with different numbers of tokens on 2 or 4 devices: loss, gradients and three steps
     like local training.
     """
     found = wide.run(patterns, 4, grid)[0]

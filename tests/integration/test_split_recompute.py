@@ -1,4 +1,4 @@
-"""Less memory on a grid: regions that are computed again in backward, and gathered tensors that are
+"""Less memory on a grid: regions that are recomputed in backward, and gathered tensors that are
 gathered again there.
 
 Both are exact whether the config asks for them or the planner finds that memory does, and both send
@@ -120,7 +120,7 @@ def needed(plan: wh.Plan) -> float:
     return max(memory.static_bytes + 16 * memory.sample_bytes for memory in plan.memory)
 
 
-def test_memory_decides_what_is_kept() -> None:
+def test_memory_decides_what_is_saved() -> None:
     """With less and less memory: everything saved, gathered again, recomputed; refused at last.
     Each takes more time.
     """
@@ -142,7 +142,7 @@ def test_memory_decides_what_is_kept() -> None:
         plan_with(int(needed(again) * 0.8), recompute=False)
 
 
-def test_a_grid_has_room_for_the_update() -> None:
+def test_a_grid_has_memory_for_the_update() -> None:
     """Half a weight, its gradient, AdamW's two averages, and the two tensors that AdamW makes for a
     moment.
     """

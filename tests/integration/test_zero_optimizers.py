@@ -118,7 +118,7 @@ def uneven(
     model: nn.Module, optimizer: str, config: dict[str, Any], fractions: tuple[float, ...]
 ) -> dict[str, Any]:
     """The capture and a plan in which these parts of the model are on the ranks, as if their memories
-    were so unlike.
+    were so different.
     """
     layout, tensors = read_batch(batch(0))
     settings = wh.Config(config)

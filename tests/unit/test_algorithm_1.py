@@ -43,7 +43,7 @@ def test_infeasible_is_left_as_it_is_by_the_paper_and_refused_by_us() -> None:
         best_shares(10, [Load(1.0, most=4), Load(1.0, most=4)])
 
 
-def test_a_valley_without_enough_room_is_passed_over() -> None:
+def test_a_valley_without_enough_memory_is_passed_over() -> None:
     """Three devices: the emptier valley cannot take what the peak must give, the other can."""
     found = algorithm_1([10.0, 5.0, 5.0], [10.0, 11.0, 30.0], 1.0, 40.0)
     assert found.out_of_memory == () and sum(found.load_ratios) == pytest.approx(1)

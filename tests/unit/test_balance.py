@@ -1,5 +1,5 @@
-"""Memory and order of unlike devices: predictions against what autograd keeps, refusals with
-numbers, and the ways out that they name.
+"""Memory and order of heterogeneous devices: predictions against what autograd saves, refusals with
+numbers, and what they say to try.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def plan_of(
 PARAMETERS = NUM_LAYERS * (WIDTH * WIDTH + WIDTH) * 4
 
 
-def kept_by_eager(batch_size: int) -> int:
-    """Bytes that autograd keeps in the model itself, beside weights and batch."""
+def saved_by_eager(batch_size: int) -> int:
+    """Bytes that autograd saves in the model itself, beside weights and batch."""
     model = Net()
     batch = torch.randn(batch_size, WIDTH)
     given = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), batch)}
@@ -91,11 +91,11 @@ def test_predicted_memory_is_what_autograd_and_optimizer_keep(
     )  # the mini-batch, and the number of samples that the mean divides by
     working = 2 * WIDTH * 4  # two of the largest result
     assert 16 * (memory.sample_bytes - working) == pytest.approx(
-        (1 + INSIDE_OPERATIONS) * kept_by_eager(16)
+        (1 + INSIDE_OPERATIONS) * saved_by_eager(16)
     )
 
 
-def test_a_large_early_result_needs_no_room_while_late_ones_are_still_kept() -> None:
+def test_a_large_early_result_needs_no_memory_while_late_ones_are_still_saved() -> None:
     """100 wide, then six layers 50 wide: two gradients of 100 come when 300 numbers were let go, so
     two of 50 at the end need most.
     """

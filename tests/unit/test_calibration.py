@@ -268,7 +268,7 @@ class Core(Speed):
 
 
 @pytest.mark.parametrize(("num_slow", "passes"), [(0, 6), (3, 6), (12, 15)])
-def test_passes_go_on_until_enough_stretches_had_a_fast_core(
+def test_passes_continue_until_enough_stretches_had_a_fast_core(
     monkeypatch: pytest.MonkeyPatch, num_slow: int, passes: int
 ) -> None:
     core = Core(lambda done: done < num_slow)
@@ -308,7 +308,7 @@ def test_what_is_short_comes_after_each_of_the_others(monkeypatch: pytest.Monkey
     assert "".join(done) == "axb" + "aaxx" + "bbxx"
 
 
-def test_a_core_that_is_never_fast_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_core_that_is_never_fast_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(turns, "Speed", lambda device: core)
     monkeypatch.setattr(turns, "MOST_S", 0.01)

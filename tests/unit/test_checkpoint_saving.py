@@ -1,5 +1,5 @@
 """Saving: failing disks and crashes at any operation never leave a checkpoint that loads wrong; old
-ones go; training goes on beside it.
+ones go; training continues beside it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_a_full_disk_keeps_earlier_checkpoints_and_training(small_disk: Path) ->
     assert sorted(item.name for item in small_disk.iterdir()) == ["step_00000001", "step_00000003"]
 
 
-def test_a_full_disk_of_another_rank_is_told_to_all(small_disk: Path) -> None:
+def test_a_full_disk_of_another_rank_is_reported_to_all(small_disk: Path) -> None:
     savers = [saver_of(small_disk, rank=rank, num_ranks=3) for rank in range(3)]
     handles = {rank: savers[rank].save(5, {f"w{rank}": torch.randn(10)}) for rank in (0, 2)}
     while (
@@ -98,7 +98,7 @@ def test_a_full_disk_of_another_rank_is_told_to_all(small_disk: Path) -> None:
     assert {handle.wait() for handle in again} == {small_disk / "step_00000005"}
 
 
-def test_a_disk_too_full_for_the_reason_is_told_as_full(tmp_path: Path) -> None:
+def test_a_disk_too_full_for_the_reason_is_reported_as_full(tmp_path: Path) -> None:
     target = Target(tmp_path, 5, "job_1")
     write_rank(target, 0, take_snapshot({"w": torch.ones(3)}))
     (

@@ -1,4 +1,4 @@
-"""Optimizers, schedulers and random numbers go on where they were, under another number of ranks
+"""Optimizers, schedulers and random numbers continue where they were, under another number of ranks
 too.
 """
 
@@ -127,7 +127,7 @@ def test_an_optimizer_comes_back_as_torch_itself_would_bring_it(tmp_path: Path, 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adafactor"])
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 3), (3, 1), (3, 2)])
-def test_training_goes_on_under_another_rank_count(
+def test_training_continues_under_another_rank_count(
     tmp_path: Path, kind: str, saved_by: int, loaded_by: int
 ) -> None:
     """Every rank holds some layers. Straight local training is the reference."""
@@ -266,7 +266,7 @@ def learning_rates(
 
 
 @pytest.mark.parametrize("kind", sorted(SCHEDULERS))
-def test_a_scheduler_goes_on_where_it_was(tmp_path: Path, kind: str) -> None:
+def test_a_scheduler_continues_where_it_was(tmp_path: Path, kind: str) -> None:
     model = network()
     optimizer = OPTIMIZERS["SGD"](groups(model))
     scheduler = SCHEDULERS[kind](optimizer)
@@ -343,7 +343,7 @@ def draw() -> list[Any]:
     ]
 
 
-def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+def test_random_numbers_continue_where_they_were(tmp_path: Path) -> None:
     (
         random.gauss(0, 1),
         np.random.randn(),

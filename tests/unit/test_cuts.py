@@ -105,7 +105,7 @@ def test_equals_brute_force_with_speeds(
 
 @settings(max_examples=300)
 @given(problem=problems(with_speeds=True), data=st.data())
-def test_equals_brute_force_with_unlike_links(
+def test_equals_brute_force_with_different_links(
     problem: tuple[list[int], list[int], list[bool], int, list[int]], data: st.DataObject
 ) -> None:
     times, crossing_times, allowed, num_stages, speeds = problem
@@ -268,7 +268,7 @@ def test_4000_positions_16_stages_tight_memory() -> None:
     assert "memory moved the cuts (slowest without limits: 250 s)" in found.reason
 
 
-def test_no_room_says_how_much_is_missing() -> None:
+def test_too_little_memory_says_how_much_is_missing() -> None:
     memory = StageMemory(np.full((2, 5), 1e9), np.array([2e9, 2e9]))
     said = r"no cut into 2 stages fits into memory: stages of 2.00 GB each leave operations 4 to 4 .* need 1.00 GB more"
     with pytest.raises(NotEnoughMemory, match=said):

@@ -106,7 +106,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong.exit_code == 2
 
 
-def test_a_host_without_gpus_is_told(tmp_path: Path) -> None:
+def test_a_host_without_gpus_is_reported(tmp_path: Path) -> None:
     """What `make gpu-check` does there: it fails, and says why; a report of CPU ranks would look
     like one of GPUs.
     """

@@ -77,7 +77,7 @@ class OverSamples(nn.Module):
         return logits, logits.amax(0), logits.mean(0), logits - logits.mean(0)
 
 
-def test_outputs_that_parts_of_the_batch_do_not_give_are_told(
+def test_outputs_that_parts_of_the_batch_do_not_give_are_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     x, y = x_and_y()
@@ -288,7 +288,7 @@ MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
 
 
 def test_a_checkpoint_of_another_model_is_not_taken_for_none(tmp_path: Path) -> None:
-    """A run that starts anew without a word would look like one that goes on."""
+    """A run that starts anew without a word would look like one that continues."""
     wh.init()
     pair = x_and_y()
     engine = wh.parallelize(

@@ -146,7 +146,7 @@ def test_optimizers_step_as_ever(
 
 @pytest.mark.parametrize("at_home", [False, True])
 def test_states_that_come_late_behind_a_checkpoint(at_home: bool, tmp_path: Path) -> None:
-    """Its block has room for them from before: what is there moves, and is not written over."""
+    """Its block has memory for them from before: what is there moves, and is not written over."""
     other = model()
     parameters = list(other.parameters())[:2]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)

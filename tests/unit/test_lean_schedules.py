@@ -78,9 +78,7 @@ def plain() -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", ["zero-bubble", "auto"])
-def test_a_schedule_keeps_no_more_than_there_is_room_for(
-    name: str, plain: tuple[float, float]
-) -> None:
+def test_a_schedule_saves_no_more_than_memory_holds(name: str, plain: tuple[float, float]) -> None:
     """Without a limit they take 1.13 (zero-bubble) and 1.53 (auto) times the memory of 1F1B."""
     plain_s, plain_bytes = plain
     step_s, peak_bytes = predicted(1.02 * plain_bytes, schedule=name)
@@ -154,7 +152,7 @@ def test_the_shortest_step_decides_between_recomputing_and_waiting(
 def test_a_change_is_offered_if_the_schedule_that_was_asked_for_fits_with_it(
     plain: tuple[float, float],
 ) -> None:
-    """A fifth device is not enough for 1F1B, and it is for an order that keeps fewer
+    """A fifth device is not enough for 1F1B, and it is for an order that saves fewer
     micro-batches.
     """
     room = 0.7 * plain[1]
@@ -204,10 +202,8 @@ class Residual(nn.Module):
         return out
 
 
-def test_where_1f1b_fits_by_computing_again_so_does_a_schedule_that_is_made_for_the_memory() -> (
-    None
-):
-    """Its own order keeps other numbers in flight than 1F1B, and stages that compute again for
+def test_where_1f1b_fits_by_recomputing_so_does_a_schedule_that_is_made_for_the_memory() -> None:
+    """Its own order keeps other numbers in flight than 1F1B, and stages that recompute for
     these did not fit.
     """
     kinds = (
@@ -241,7 +237,7 @@ def test_memory_too_small_for_one_micro_batch_is_refused(plain: tuple[float, flo
         predicted(0.7 * plain[1], schedule="auto")
 
 
-def plan_of_unlike_layers(num_bytes: float, name: str) -> wh.Plan:
+def plan_of_different_layers(num_bytes: float, name: str) -> wh.Plan:
     """Weights of 3, 3, 1 and 1 units: two stages have 3 and 5 of them at best, two devices with two
     chunks each 4 and 4.
     """
@@ -264,11 +260,11 @@ def plan_of_unlike_layers(num_bytes: float, name: str) -> wh.Plan:
 @pytest.mark.parametrize("name", ["wave", "interleaved", "auto"])
 def test_chunks_that_fit_are_found_where_one_stage_a_device_does_not(name: str) -> None:
     room = 1.01 * max(
-        memory.total_bytes(2) for memory in plan_of_unlike_layers(PLENTY, "wave").memory
+        memory.total_bytes(2) for memory in plan_of_different_layers(PLENTY, "wave").memory
     )
     with pytest.raises(ValueError, match=r"no cut into 2 stages fits|does not fit"):
-        plan_of_unlike_layers(room, "1f1b")
-    plan = plan_of_unlike_layers(room, name)
+        plan_of_different_layers(room, "1f1b")
+    plan = plan_of_different_layers(room, name)
     assert len(plan.stages) == 4
     assert max(device.peak_total_bytes for device in wh.simulate(plan).devices) <= room
 

@@ -1,5 +1,5 @@
-"""List-scheduled orders against an exact solver, 1F1B, and the proof, for unlike stages, devices
-and links.
+"""List-scheduled orders against an exact solver, 1F1B, and the proof, for heterogeneous stages,
+devices and links.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class ExactSolver:
 def problems(
     draw: st.DrawFn, max_devices: int, max_stages: int, max_micro_batch: int
 ) -> tuple[StageGraph, Costs, int]:
-    """Stages of unlike length on any devices, with skips; whole numbers, so that the exact search
-    compares exactly.
+    """Stages of different length on any devices, with skips; whole numbers, so that the exact
+    search compares exactly.
     """
     num_devices = draw(st.integers(1, max_devices))
     num_stages = draw(st.integers(num_devices, max_stages))
@@ -280,8 +280,9 @@ def test_within_three_percent_of_the_exact_optimum(problem: tuple[StageGraph, Co
 
 def test_a_wave_of_short_messages_on_two_kinds_of_devices() -> None:
     """Four devices a little slower than the other four, messages of a twentieth of a forward: every
-    round leaves a gap that is too short for a weight gradient. Orders that leave these gaps empty are
-    6.1 % above the bound."""
+    round leaves a gap that is too short for a weight gradient. Orders that leave these gaps empty
+    are 6.1 % above the bound.
+    """
     graph = StageGraph.chain(16, wave(8, 1))
     forward_s = tuple(18.3 if device < 4 else 17.8 for device in graph.device_of_stage)
     costs = Costs(
@@ -302,7 +303,7 @@ def test_a_wave_of_short_messages_on_two_kinds_of_devices() -> None:
     max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(problems(max_devices=4, max_stages=6, max_micro_batch=8), st.sampled_from([0.0, 0.5, 3.0]))
-def test_unlike_stages_are_never_slower_than_1f1b(
+def test_heterogeneous_stages_are_never_slower_than_1f1b(
     problem: tuple[StageGraph, Costs, int], action_s: float
 ) -> None:
     graph, costs, num_micro_batch = problem
@@ -357,7 +358,7 @@ def test_whole_backwards_where_actions_are_dear_and_split_ones_where_they_are_no
     assert "W" not in kinds[1]
 
 
-def test_unlike_devices_wave_beats_1f1b_and_interleaved_on_the_same_cut() -> None:
+def test_on_heterogeneous_devices_a_wave_beats_1f1b_and_interleaved_on_the_same_cut() -> None:
     """4 V100 and 4 P100 (15.7 and 9.3 TFLOP/s), 64 layers, 10 on a V100 and 6 on a P100: 5 and 3 in
     each of two chunks.
     """

@@ -38,7 +38,7 @@ def one_by_one(mixture: Mixture, x_TD: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
-def test_tokens_visit_their_two_best_experts_while_there_is_room(factor: float) -> None:
+def test_tokens_visit_their_two_best_experts_within_their_capacity(factor: float) -> None:
     mixture = Mixture(config(capacity_factor=factor)).double()
     x_BTD = torch.randn(3, 7, 16, dtype=torch.float64)
     balance: list[Tensor] = []

@@ -32,7 +32,7 @@ def message(
     return Message(1, 0, tuple(pieces))
 
 
-def test_unlike_tensors_come_out_of_one_message_to_the_bit() -> None:
+def test_different_tensors_come_out_of_one_message_to_the_bit() -> None:
     tensors = [
         torch.randn(2, 3, dtype=torch.complex128),
         torch.randint(0, 9, (5,)),

@@ -148,7 +148,7 @@ def test_a_killed_rank_is_named() -> None:
         run_ranks(die_on_rank_1, 2)
 
 
-def test_work_goes_on_after_a_failure() -> None:
+def test_work_continues_after_a_failure() -> None:
     with pytest.raises(RankError):
         run_ranks(die_on_rank_1, 2)
     assert [result.item() for result in run_ranks(sum_of_ranks, 2, 0.0)] == [1.0, 1.0]

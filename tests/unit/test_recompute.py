@@ -1,4 +1,4 @@
-"""Which activations are computed again in backward: only where memory asks for it, exactly, and
+"""Which activations are recomputed in backward: only where memory asks for it, exactly, and
 with its cost in the plan.
 """
 
@@ -66,7 +66,7 @@ def plan_of(cluster: Cluster | int, **config: object) -> Plan:
 
 def room_for(num_samples: float, num_devices: int = 1) -> int:
     """Bytes of one of so many devices on which so many samples fit when nothing is
-    computed again.
+    recomputed.
     """
     memory = plan_of(num_devices, recompute=False).memory[0]
     return math.ceil(memory.static_bytes + num_samples * memory.sample_bytes)
@@ -76,7 +76,7 @@ def why(plan: Plan) -> str | None:
     return next((decision.why for decision in plan.decisions if decision.what == "recompute"), None)
 
 
-def test_nothing_is_computed_again_where_memory_suffices() -> None:
+def test_nothing_is_recomputed_where_memory_suffices() -> None:
     plan = plan_of(devices(room_for(BATCH_SIZE)))
     assert plan.stages[0].num_recomputed == 0 and why(plan) is None
 
@@ -102,7 +102,7 @@ def test_a_plan_that_does_not_fit_without_fits_with_it_and_pays_in_time() -> Non
     )
 
 
-def test_as_little_as_memory_asks_for_is_computed_again() -> None:
+def test_as_little_as_memory_asks_for_is_recomputed() -> None:
     counts = [plan_of(devices(room_for(part * BATCH_SIZE))).stages[0] for part in (0.9, 0.6, 0.4)]
     parts = [stage.num_recomputed / stage.num_regions for stage in counts]
     assert parts == sorted(parts) and parts[0] < parts[-1]

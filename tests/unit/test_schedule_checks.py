@@ -137,7 +137,7 @@ def test_wrong_order_between_chunks_of_one_device_is_caught() -> None:
         check(backwards)
 
 
-def test_deadlock_circle_is_caught_and_told() -> None:
+def test_deadlock_circle_is_caught_and_reported() -> None:
     """Device 0 wants the gradient of micro-batch 0 before it sends activation 1; device 1 wants
     that before it sends the gradient.
     """

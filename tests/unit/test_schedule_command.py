@@ -100,7 +100,7 @@ def test_svg_and_html_hold_every_action(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_bad_input_is_told(arguments: list[str], message: str) -> None:
+def test_bad_input_is_reported(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["schedule", *arguments])
     assert result.exit_code == 2
     assert message in result.output

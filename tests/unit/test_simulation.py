@@ -260,7 +260,7 @@ def test_sums_end_when_buckets_sent_one_by_one_would() -> None:
 
 
 def test_memory_follows_the_micro_batches_in_flight() -> None:
-    """GPipe keeps all 4 micro-batches, 10 bytes each; a backward needs 1 more, and gradients are
+    """GPipe saves all 4 micro-batches, 10 bytes each; a backward needs 1 more, and gradients are
     there from the end of the first.
 
     Weights, optimizer and batch are there all the time. So most is used when the second backward

@@ -48,7 +48,9 @@ def test_parts_as_text(kind: Kind, written: str) -> None:
     assert Action(kind, 2, 0).is_compute
 
 
-def test_gradients_leave_after_the_input_part_and_synchronise_names_the_last_weight_part() -> None:
+def test_gradients_leave_after_the_input_gradient_and_synchronise_names_the_last_weight_one() -> (
+    None
+):
     schedule = by_hand()
     assert schedule.orders[1] == actions(
         "receive F 0>1.0, F1.0, I1.0, send B 1>0.0, receive F 0>1.1, F1.1, I1.1, send B 1>0.1, "
@@ -149,8 +151,8 @@ def test_memory_is_proved_against_the_cap() -> None:
 
 
 def test_parts_that_need_more_memory_than_the_forward_stay_within_the_cap() -> None:
-    """With recompute the weight gradient can keep more than the forward left: then backwards are whole
-    where there is no room.
+    """With recompute the weight gradient can keep more than the forward left: then backwards are
+    whole where memory is short.
     """
     graph = StageGraph.chain(4, wave(2, 1))
     ones = (1.0,) * 4

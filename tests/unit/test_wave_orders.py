@@ -155,7 +155,7 @@ def test_published_orders_hold_for_graphs_with_skips_and_missing_gradients() -> 
         check(schedule, require_channel_order=True)
 
 
-def test_first_stage_stays_whole_where_it_has_no_input_part() -> None:
+def test_first_stage_stays_whole_where_it_has_no_input_gradient() -> None:
     schedule = build("zero-bubble", StageGraph.chain(3), 4)
     kinds = [{action.kind for action in order if action.is_compute} for order in schedule.orders]
     assert kinds[0] == {Kind.FORWARD, Kind.BACKWARD}
