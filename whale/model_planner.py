@@ -166,9 +166,8 @@ class ModelPlanner:
         shards = Shards(plan, "owned")
         whole = []
         for name in names:
-            parts = [
-                each for each in shards.held(name) if each.boxes(())
-            ]  # some ranks hold nothing
+            # some ranks hold nothing
+            parts = [each for each in shards.held(name) if each.boxes(())]
             if all(each.ranges is None for each in parts):
                 whole.append(name)
         holders = {each.ranks for name in names for each in shards.held(name)}

@@ -230,9 +230,8 @@ def _stretch(subject: Subject, on_accelerator: bool) -> Stretch:
     begin = time.perf_counter()
     begin_cpu = time.process_time()
     turns = [subject.turn()]
-    while (
-        time.perf_counter() - begin < STRETCH_S
-    ):  # a slow rank is not waited for: all continue to compute
+    # a slow rank is not waited for: all continue to compute
+    while time.perf_counter() - begin < STRETCH_S:
         turns.append(subject.turn())
     part = (time.process_time() - begin_cpu) / (time.perf_counter() - begin)
     return Stretch(turns) if on_accelerator else Stretch(turns, part)

@@ -90,10 +90,8 @@ def _compare_samples(
     """Compares on these samples; False when their loss is not finite (no valid label among them)
     and nothing can be said.
     """
-    with model_restored(model, task.loss) as (
-        state,
-        buffers,
-    ):  # another comparison starts from the same
+    # another comparison starts from the same
+    with model_restored(model, task.loss) as (state, buffers):
         return _compare_from(state, buffers, capture, model, few, task)
 
 

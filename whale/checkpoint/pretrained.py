@@ -275,9 +275,8 @@ def export_safetensors(path: str | Path, state_dict: Mapping[str, Tensor]) -> Pa
         os.replace(aside, final)
         sync_folder(final.parent)
     except OSError as error:
-        with contextlib.suppress(
-            OSError
-        ):  # what stands in the way of the folder also stands in the way of this
+        # what stands in the way of the folder also stands in the way of this
+        with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         raise explain(error, "exporting", final, needed) from error

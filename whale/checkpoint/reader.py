@@ -53,9 +53,8 @@ def find_checkpoints(folder: str | Path) -> list[Path]:
     if not root.is_dir():
         return []
     found: dict[int, Path] = {}
-    for path in sorted(
-        root.iterdir(), reverse=True
-    ):  # `step_12.old` comes before `step_12`, which replaces it
+    # `step_12.old` comes before `step_12`, which replaces it
+    for path in sorted(root.iterdir(), reverse=True):
         match = CHECKPOINT_NAME.fullmatch(path.name)
         if not match:
             continue

@@ -115,9 +115,8 @@ def write_tensors(
     """Writes a safetensors file and flushes it to the disk. Tensors may be on any device; they are
     taken one at a time.
     """
-    order = sorted(
-        tensors, key=lambda key: (-tensors[key].element_size(), key)
-    )  # large items first: all are aligned
+    # large items first: all are aligned
+    order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
     header = _header(order, tensors, metadata)
     checksums: dict[str, str] = {}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -226,9 +225,8 @@ class TensorFile:
         dtype = DTYPES[stored.dtype]
         if stored.num_bytes == 0 or (box is not None and 0 in extents(box)):
             return torch.empty(stored.shape if box is None else extents(box), dtype=dtype)
-        buffer = np.empty(
-            stored.num_bytes, dtype=np.uint8
-        )  # bytes that are not read cost no memory: the system gives pages when written
+        # bytes that are not read cost no memory: the system gives pages when written
+        buffer = np.empty(stored.num_bytes, dtype=np.uint8)
         view = buffer.data
         for start, stop in self._segments(stored, box, block_bytes if check else 0):
             self._read_into(view[start:stop], stored.start + start, key)

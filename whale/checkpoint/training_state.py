@@ -299,9 +299,8 @@ def unpack_rng(prefix: str, read: Callable[[str], Tensor], values: Mapping[str, 
         )
         saved = values["numpy"]
         words = np.array(_words(read(f"{prefix}numpy"), NUM_WORDS), dtype=np.uint32)
-        if (
-            not 0 <= int(saved["position"]) <= NUM_WORDS
-        ):  # numpy does not look, and would read beyond the end of its memory
+        # numpy does not look, and would read beyond the end of its memory
+        if not 0 <= int(saved["position"]) <= NUM_WORDS:
             raise ValueError(f"numpy's position is {saved['position']}, not 0 to {NUM_WORDS}")
         numpy = (
             NUMPY_GENERATOR,

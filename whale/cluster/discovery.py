@@ -130,9 +130,8 @@ def discovered(
     next_local: Counter[str] = Counter()
     devices = []
     for rank, (place, kind) in enumerate(zip(places, kinds, strict=True)):
-        devices.append(
-            Device(rank, place.host, next_local[place.host], kind)
-        )  # counted: two launchers may share a host
+        # counted: two launchers may share a host
+        devices.append(Device(rank, place.host, next_local[place.host], kind))
         next_local[place.host] += 1
     # ranks of a host looked at its memory one after the other: the last word counts
     by_host = {each.host: each for each in memories}

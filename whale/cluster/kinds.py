@@ -241,9 +241,8 @@ def device_kind(name: str, own: Mapping[str, DeviceKind] | None = None) -> Devic
     by_lower_name = {kind.name.lower(): kind for kind in (*_KINDS, *(own or {}).values())}
     kind = by_lower_name.get(name.lower())
     if kind is None:
-        longer = [
-            known for known in by_lower_name if known.startswith(name.lower())
-        ]  # `v100` means one of the V100s
+        # `v100` means one of the V100s
+        longer = [known for known in by_lower_name if known.startswith(name.lower())]
         nearest = longer or difflib.get_close_matches(name.lower(), by_lower_name, n=2, cutoff=0.4)
         offer = " or ".join(repr(by_lower_name[near].name) for near in nearest)
         hint = (

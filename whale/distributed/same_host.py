@@ -249,9 +249,8 @@ class IncomingRing:
             except BlockingIOError:
                 threading.Event().wait(1e-4)
         else:
-            size = self._connection.recv_into(
-                self._packet
-            )  # BlockingIOError after the time of SO_RCVTIMEO
+            # BlockingIOError after the time of SO_RCVTIMEO
+            size = self._connection.recv_into(self._packet)
         if size == 0:
             raise RuntimeError("Connection closed by peer")
 

@@ -138,9 +138,8 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="whale-watch", daemon=True)
         self._thread.start()
         atexit.register(self.leave)
-        multiprocessing.util.Finalize(
-            None, self._leave_after_threads, exitpriority=0
-        )  # children of multiprocessing end without atexit
+        # children of multiprocessing end without atexit
+        multiprocessing.util.Finalize(None, self._leave_after_threads, exitpriority=0)
         before = sys.excepthook
 
         def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -157,9 +156,8 @@ class Watch:
         if self._has_left or error is self._reported or os.getpid() != self._pid:
             return
         self._reported = error
-        if (
-            self._ends.is_set()
-        ):  # decided already; a rank that is not the cause has nothing to say, and ends in a moment
+        # decided already; a rank that is not the cause has nothing to say, and ends in a moment
+        if self._ends.is_set():
             self._may_raise.wait(LINGER_S + LONGEST_BEAT_S)
             return
         follows = follows_from_another(error)

@@ -86,9 +86,8 @@ def free_memory_bytes() -> int:
     free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")]
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = [
-            int(lines["MemAvailable"].split()[0]) * 1024
-        ]  # with caches that the system would give up
+        # with caches that the system would give up
+        free = [int(lines["MemAvailable"].split()[0]) * 1024]
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         cached = dict(

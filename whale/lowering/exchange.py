@@ -264,9 +264,10 @@ def _start_peer_to_peer(
                 )
     outgoing = []
     mine = position[step.place]
+    # not all to the same one first
     for block in sorted(
         step.sends, key=lambda block: (position[block.place] - mine) % len(position)
-    ):  # not all to the same one first
+    ):
         if block.place != step.place:
             outgoing.append(_gathered(x, block).contiguous().view(-1))
             pending.work.append(

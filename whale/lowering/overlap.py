@@ -192,9 +192,8 @@ class GatherWatch:
     def _keep(self, tensor: Tensor) -> Any:
         found = self._found.get(tensor.untyped_storage().data_ptr())
         whole = found[0]() if found is not None else None
-        if (
-            found is None or whole is None or tensor.dtype != whole.dtype
-        ):  # another tensor, perhaps where a gathered one was
+        # another tensor, perhaps where a gathered one was
+        if found is None or whole is None or tensor.dtype != whole.dtype:
             return tensor
         found[1].num_readers += 1
         return _Note(

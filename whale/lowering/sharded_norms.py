@@ -253,11 +253,12 @@ class _BatchNorm(torch.autograd.Function):
         sums = all_reduce(own, ctx.subgroup) / count
         scale = rate if weight is None else rate * weight
         slope = -scale * rate.square() * sums[1]
+        # line (2)
         dx = (
             centred.mul_(slope.view(shape))
             .addcmul_(dy, scale.view(shape))
             .sub_((scale * sums[0]).view(shape))
-        )  # line (2)
+        )
         return dx.to(x.dtype), d_weight, d_bias, None, None
 
 

@@ -41,9 +41,8 @@ def embedding(
     wrong = _is_outside(indices, num_embeddings)
     _check("a token", indices, wrong, num_embeddings)
     if num_rows == 0:
-        return (
-            weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()
-        )  # zero, with a history
+        # zero, with a history
+        return weight.new_zeros((*indices.shape, weight.shape[1])) + weight.sum()
     local = torch.where(here | wrong, indices - first, 0)
     padding = padding_idx - first if first <= padding_idx < first + num_rows else -1
     return torch.embedding(weight, local, padding) * here.unsqueeze(-1).to(weight.dtype)
@@ -135,12 +134,13 @@ class _CrossEntropy(torch.autograd.Function):
         rows = _Rows(probabilities, labels, None if weight is None else wide(weight), ctx.classes)
         d_logits = probabilities * coefficient.unsqueeze(1)
         rows.subtract_coefficients(d_logits)
+        # line (2)
         return (
             d_logits.mul_(wide(gradients[0]).unsqueeze(1)).to(ctx.dtype),
             None,
             None,
             None,
-        )  # line (2)
+        )
 
 
 class _Rows:

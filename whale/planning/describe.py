@@ -35,9 +35,8 @@ def crossings(
         ends = [
             placement.virtual_devices[device_of_stage[stage]] for stage in (source, destination)
         ]
-        narrowest = min(
-            device.num_devices for device in ends
-        )  # its devices send or receive the largest part each
+        # its devices send or receive the largest part each
+        narrowest = min(device.num_devices for device in ends)
         link = cluster.link(ends[0].ranks[0][0], ends[1].ranks[0][0])
         found.append(
             Crossing(

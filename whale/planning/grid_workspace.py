@@ -207,9 +207,8 @@ def grid_workspace(
         if not keeps_gathered:
             gathered_again = total(each.there for each in changes if each.is_gather)
         weight_gradients = total(each.after for each in of_weights)
-        moments.append(
-            held + COPIES * largest + weight_gradients + gathered_again + travelling
-        )  # (1)
+        # (1)
+        moments.append(held + COPIES * largest + weight_gradients + gathered_again + travelling)
         leaving = total(each.after + each.back for each in of_inputs)
         if any(each.is_fused for each in of_inputs):
             fused = total(each.after + each.back for each in of_weights if each.is_fused)

@@ -267,9 +267,8 @@ def price(
     """A plan of one template with the figures of another cluster of as many devices. Stages on
     grids keep theirs: their layouts were chosen with them.
     """
-    num_sharing = (
-        plan.num_devices if plan.settings.colocate else plan.num_replicas
-    )  # as the planner counts them
+    # as the planner counts them
+    num_sharing = plan.num_devices if plan.settings.colocate else plan.num_replicas
     share = typical_share(plan.batch_size, plan.num_micro_batch, num_sharing)
     workload = Workload(
         captured,

@@ -92,9 +92,8 @@ def move_free_operations(
     operations: Sequence[Node], stage_of: dict[Node, int], sample_bytes: Callable[[Node], int]
 ) -> None:
     """Moves views and casts over a cut where less crosses then."""
-    for node in reversed(
-        operations
-    ):  # forward over the cut: send the small input, not its expanded or upcast form
+    # forward over the cut: send the small input, not its expanded or upcast form
+    for node in reversed(operations):
         producer = _only_activation_input(node, stage_of)
         if producer is None or not is_free(node):
             continue

@@ -273,9 +273,8 @@ class Workload:
         if self.batch_size == self._few:
             return Seconds(many_s / self.batch_size)
         sample_s = (many_s - few_s) / (self.batch_size - self._few)
-        if (
-            few_s < self._few * sample_s
-        ):  # many samples are slower than few of them, one by one: exact for few
+        # many samples are slower than few of them, one by one: exact for few
+        if few_s < self._few * sample_s:
             return Seconds(few_s / self._few)
         return Seconds(sample_s, few_s - self._few * sample_s)
 

@@ -101,9 +101,8 @@ def compile_chunk(
         if node.op == "get_attr":
             setattr(weights, f"w{number}", operator.attrgetter(str(node.target))(module))
             node.target = f"w{number}"
-        elif (
-            node.op == "call_module"
-        ):  # a region that is recomputed in backward, or what a grid does together
+        elif node.op == "call_module":
+            # a region that is recomputed in backward, or what a grid does together
             region = module.get_submodule(str(node.target))
             is_split = deferred is not None and isinstance(region, Recomputed)
             called: Callable[..., Any] = _split_region(region, instead) if is_split else region
@@ -116,12 +115,13 @@ def compile_chunk(
     file_name = f"<{name} of Whale>"
     names = dict(code.globals)
     exec(compile(code.src, file_name, "exec"), names)
+    # so that tracebacks show the line
     linecache.cache[file_name] = (
         len(code.src),
         None,
         code.src.splitlines(keepends=True),
         file_name,
-    )  # so that tracebacks show the line
+    )
     function = names["forward"]
     if with_torch == REDUCE_OVERHEAD:
         # a recorded graph of launches has one shape: another number of samples gets its own

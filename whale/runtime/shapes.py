@@ -386,9 +386,10 @@ class LoweredGraphs:
         if not job.ranks.device.is_accelerator or job.ranks.rank not in lowered.plan.ranks:
             return _Channels(window, frozenset(pairs))
         _, replica, _ = lowered.plan.place_of_rank(job.ranks.rank)
+        # replicas send each other no messages
         members = {
             rank for device in lowered.plan.virtual_devices for rank in device.ranks[replica]
-        }  # replicas send each other no messages
+        }
         own_replica = {rank: transfers[rank] for rank in members}
         if job.ranks.device.num_queues is not None:
             window = self._safe_window(own_replica, window)

@@ -150,9 +150,8 @@ def critical_links(
             if needed < 0 and ends[need] + time >= start - slip:
                 needed = need
         if place > 0:
-            in_order = (
-                job < size and earlier == job - 1 and job % count != 0
-            )  # forwards of a stage stay ascending
+            # forwards of a stage stay ascending
+            in_order = job < size and earlier == job - 1 and job % count != 0
             if ends[earlier] >= start - slip and not depends and not in_order:
                 links.append((device, place - 1))
                 if needed < 0:
