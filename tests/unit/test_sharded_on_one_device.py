@@ -17,9 +17,10 @@ from whale.compat import fake_mode
 from whale.devices import GLOO
 from whale.lowering.communication import RealCommunication
 from whale.lowering.sharded_linear import LinearPlan, sharded_linear
-from whale.lowering.sharded_vocabulary import SUM, cross_entropy, embedding
+from whale.lowering.sharded_vocabulary import cross_entropy, embedding
 from whale.lowering.subgroups import GridGroups, Subgroup
 from whale.operations.operation import Shapes
+from whale.operations.reductions import SUM
 from whale.plans.grid import Grid
 from whale.plans.layout import Cut, whole
 from whale.sharding.emit import Special

@@ -26,16 +26,15 @@ from types import FrameType
 from typing import Any
 
 import sympy
-import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from whale.compat import patched
+from whale.compat.exporting import TORCH_FOLDER
 
 Frames = Iterable[tuple[FrameType, int]]
 """frames, outermost first, each with the line number that was running"""
 
-_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _WHALE_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PYTHON_FOLDER = sysconfig.get_paths()["stdlib"] + os.sep
 _MAX_PLACES = 3
@@ -96,7 +95,7 @@ def is_user_file(file_name: str) -> bool:
     """
     if file_name == "<string>" or file_name.startswith("<frozen"):
         return False
-    if file_name.startswith((_TORCH_FOLDER, _WHALE_FOLDER)):
+    if file_name.startswith((TORCH_FOLDER, _WHALE_FOLDER)):
         return False
     return not file_name.startswith(_PYTHON_FOLDER) or "-packages" + os.sep in file_name
 

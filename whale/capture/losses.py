@@ -34,11 +34,10 @@ from whale.capture.sample_states import Irregular, Mixed, PerSample, Shared, Sum
 from whale.capture.samples import SampleFlow
 from whale.capture.whole_batch import WholeBatch
 from whale.operations.nodes import named_args, op_name
+from whale.operations.reductions import SUM
 from whale.operations.table import AFFINE, CASTS, VIEWS
 
 aten = torch.ops.aten
-SUM = 2
-"""value of `reduction` in aten's loss functions"""
 ONCE = "does not depend on samples, counted once"
 
 

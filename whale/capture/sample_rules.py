@@ -33,6 +33,7 @@ from whale.dtypes import is_differentiable
 from whale.operations.nodes import op_name, tensor_nodes
 from whale.operations.operation import Operation, wrapped
 from whale.operations.products import NOT_FIRST
+from whale.operations.reductions import OTHER_PLACES
 from whale.operations.row import SAME, Dims
 from whale.operations.table import CASTS, row_of
 
@@ -43,7 +44,6 @@ ROWS_IN_ANY_ORDER = "`{name}` may put the rows of the samples in any order"
 POSITION_USED = (
     "`{name}` uses the position of a sample in the batch, which differs between parts of the batch"
 )
-OTHER_PLACES = "`{name}` combines samples that stand in different places"
 MEANS = ("mean", "mean loss")
 """local forms of the table that are a sum over the letter, divided by its size"""
 

@@ -42,7 +42,6 @@ from whale.cluster.cluster import (
 )
 from whale.cluster.file_entries import (
     MEGA,
-    MICROSECONDS,
     DevicesEntry,
     DiskEntry,
     EfficiencyEntry,
@@ -65,6 +64,7 @@ from whale.cluster.kinds import (
 )
 from whale.cluster.layer_times import beside, load_layer_times, save_layer_times
 from whale.names import nearest
+from whale.units import MICROSECONDS
 
 SHOWN_HOSTS = 8
 DIGITS = 6

@@ -18,9 +18,9 @@ from whale.cluster.kinds import (
     MatmulRate,
     OperationPoint,
 )
+from whale.units import MICROSECONDS
 
 MEGA = 10**6
-MICROSECONDS = 10**6
 """in a second"""
 
 Name = Annotated[str, Field(min_length=1)]

@@ -25,8 +25,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from whale.cluster.file_numbers import NotNegative, Positive, Size
+from whale.units import MILLISECONDS
 
-MILLISECONDS = 1000
 """in a second"""
 SUFFIX = ".layers.yaml"
 """`cluster.yaml` has its layers in `cluster.layers.yaml`"""

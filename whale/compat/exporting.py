@@ -17,7 +17,7 @@ import torch
 
 from whale.compat import patched
 
-_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
 
 @contextlib.contextmanager
@@ -76,7 +76,7 @@ class _UserFrames:
             frame = frame.f_back
         frames = []
         for file, line, name in reversed(stack[:num_inside]):
-            of_torch = name in _UserFrames.DISPATCH or file.startswith(_TORCH_FOLDER)
+            of_torch = name in _UserFrames.DISPATCH or file.startswith(TORCH_FOLDER)
             if name == "forward" or not of_torch:
                 frames.append((file, line, name))
         return _UserFrames(frames)

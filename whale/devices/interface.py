@@ -15,8 +15,8 @@ from torch import Tensor
 
 from whale.devices.backends import GLOO, Backend
 from whale.devices.copies import DeviceCopy, HostCopy, rows_of
+from whale.units import MILLISECONDS
 
-MILLISECONDS = 1e3
 CLOCK_HZ = 1.4e9
 MEMORY_BYTES_PER_S = 300e9
 """where the driver does not say: the low end of today's GPUs"""

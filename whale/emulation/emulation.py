@@ -31,9 +31,9 @@ from whale.emulation.settings import EmulationSettings, free_memory_bytes
 from whale.emulation.stub import Stub, batch_of, make_stub
 from whale.emulation.timeline import Recorder
 from whale.planning.join import joined_figures
-from whale.planning.planner import apply_plan
 from whale.planning.pricing import price
 from whale.planning.problem import product_dtype
+from whale.planning.stages import apply_plan
 from whale.plans.figures import Figures
 from whale.plans.plan import Plan
 from whale.plans.revise import with_devices

@@ -36,9 +36,9 @@ from whale.capture.losses import LossPlan, TermInfo
 from whale.capture.prepare import CapturedModel
 from whale.distributed.message import Message
 from whale.lowering.chunk import crossing_values
-from whale.planning.planner import apply_plan, fingerprint
+from whale.planning.planner import fingerprint
 from whale.planning.split import stage_program
-from whale.planning.stages import Assignment
+from whale.planning.stages import Assignment, apply_plan
 from whale.plans.figures import Figures
 from whale.plans.plan import Crossing, Holding, LossTerm, Plan, ReplicaTemplate
 from whale.plans.revise import with_boxes

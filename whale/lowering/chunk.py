@@ -30,8 +30,8 @@ from whale.lowering.subgroups import Subgroup, sum_over_subgroup
 from whale.operations.nodes import sums_over_devices
 from whale.operations.sizes import Size, shape_at, size_at
 from whale.operations.table import is_random
-from whale.planning.planner import Assignment
 from whale.planning.recompute import Regions
+from whale.planning.stages import Assignment
 
 aten = torch.ops.aten
 _GROUP = "devices_of_stage"  # attribute of the chunk that holds its subgroup

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from whale.lowering.chunk import CrossingValue
-from whale.planning.planner import Assignment
+from whale.planning.stages import Assignment
 from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
 from whale.plans.slices import bridge, whole

@@ -28,9 +28,9 @@ from whale.lowering.sharded_chunk import OnGrid, build_sharded_chunk
 from whale.lowering.subgroups import StageGroups
 from whale.operations.nodes import argument, aten_name, op_name
 from whale.operations.table import CASTS, FREE
-from whale.planning.planner import Assignment
 from whale.planning.recompute import Regions, counts_of, regions_of_stage
 from whale.planning.schedules import schedule_of_plan
+from whale.planning.stages import Assignment
 from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap
 from whale.scheduling.queues import QueuedTransfer

@@ -23,11 +23,7 @@ import torch
 from torch import Tensor
 
 from whale.lowering.subgroups import Subgroup, all_gather, all_reduce, wide
-
-NONE = 0
-MEAN = 1
-SUM = 2
-"""reductions, as aten numbers them"""
+from whale.operations.reductions import MEAN, NONE
 
 
 def embedding(

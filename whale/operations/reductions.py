@@ -181,7 +181,10 @@ add_rows("bincount", samples="sum")
 # losses
 
 REDUCTIONS = ("none", "mean", "sum")
-"""what the argument `reduction` of torch's losses means"""
+"""what the argument `reduction` of torch's losses means, by its number"""
+NONE = REDUCTIONS.index("none")
+MEAN = REDUCTIONS.index("mean")
+SUM = REDUCTIONS.index("sum")
 OTHER_PLACES = "`{name}` combines samples that stand in different places"
 
 

@@ -18,7 +18,8 @@ from whale.operations.nodes import sums_over_devices
 from whale.planning.balance import DeviceLoads
 from whale.planning.describe import holders
 from whale.planning.offload import Offload
-from whale.planning.offload_account import UPDATE_PASSES, OffloadAccount
+from whale.planning.offload_account import OffloadAccount
+from whale.planning.pricing import UPDATE_PASSES
 from whale.planning.problem import Problem
 from whale.planning.recompute import Counts, Regions, counts_of
 from whale.planning.recompute_choice import Choice, Stages

@@ -31,8 +31,6 @@ from whale.plans.plan import DeviceMemory
 from whale.simulation.memory import GRADIENTS, OPTIMIZER, WEIGHTS
 from whale.units import human_bytes
 
-UPDATE_PASSES = 3
-"""weights are read and written, gradients read; states are read and written besides"""
 PRIORITY = ("weights", "activations", "gradients", "optimizer")
 """what gets the memory of the host first where disks must help: what moves most often"""
 ROUNDING = 1e-9

@@ -18,9 +18,7 @@ from whale.emulation.timeline import PREDICTION_FILE, Event, RankRecord, read_re
 from whale.report.timeline import LEGEND, picture
 from whale.scheduling.action import in_words, parse_action
 from whale.simulation.timeline import ALL_REDUCE
-from whale.units import human_bytes, human_seconds
-
-MICROSECONDS = 1e6
+from whale.units import MICROSECONDS, human_bytes, human_seconds
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from whale.report.svg import Drawing, render, text_width
 from whale.report.svg import legend as svg_legend
 from whale.scheduling.action import Kind
 from whale.scheduling.compare import Question, ScheduleRow
+from whale.scheduling.picture import DIGITS, IDLE
 from whale.scheduling.simulate import ScheduleTimes
 
 INK = "#1f2933"
@@ -36,8 +37,6 @@ MEANING = {
 LETTERS = {kind: INK if kind is Kind.WEIGHT else "#ffffff" for kind in COLOURS}
 SIGNS = {Kind.FORWARD: "=", Kind.BACKWARD: "#", Kind.INPUT: "-", Kind.WEIGHT: "+"}
 """what fills an action in the terminal behind its micro-batch: readable without colours"""
-IDLE = "."
-DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 LABEL_WIDTH = 11
 LEAST_COLUMNS = 20
 

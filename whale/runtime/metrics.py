@@ -27,10 +27,10 @@ from whale.plans.plan import Plan
 from whale.runtime.executor import StepOutcome
 from whale.runtime.result import StepResult
 from whale.runtime.trackers import TRACKED, TensorBoard, Tracker
+from whale.units import MICROSECONDS
 
 BACKWARD_AND_FORWARD = 3.0
 """a step costs about three forwards: a backward is taken for two"""
-MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)

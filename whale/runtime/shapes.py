@@ -25,12 +25,9 @@ from whale.lowering.own_gradients import give_own_memory, may_share_gradients
 from whale.lowering.program import Assign, Lowered, lower
 from whale.lowering.subgroups import StageGroups
 from whale.operations.nodes import sums_over_devices
-from whale.planning.planner import (
-    apply_plan,
-    check_loss_and_buffers,
-    fingerprint,
-    follow_plan,
-)
+from whale.planning.planner import fingerprint
+from whale.planning.problem import check_loss_and_buffers
+from whale.planning.stages import apply_plan, follow_plan
 from whale.plans.plan import Plan
 from whale.plans.samples import least_batch, num_samples_by_rank, own_samples
 from whale.runtime.activations import offloaded_activations
@@ -321,7 +318,9 @@ class LoweredGraphs:
     def _forget(self, gone: Iterable[Lowered]) -> None:
         """Drops the executors of graphs that are held no longer."""
         ids = {id(lowered) for lowered in gone}
-        self._executors = {k: e for k, e in self._executors.items() if k[0] not in ids}
+        self._executors = {
+            key: executor for key, executor in self._executors.items() if key[0] not in ids
+        }
 
     def follow(self, plan: Plan) -> None:
         """Takes the shares of this plan, which is otherwise the same, from now on: who holds what

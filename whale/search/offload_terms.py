@@ -22,7 +22,7 @@ from functools import cached_property
 
 from whale.cluster.cluster import Cluster
 from whale.planning.offload import Offload
-from whale.planning.offload_account import UPDATE_PASSES
+from whale.planning.pricing import UPDATE_PASSES
 from whale.plans.away import SEGMENT_BYTES, SEGMENTS_HERE, Transfers, UpdateTimes
 from whale.plans.blocks import STATES
 

@@ -15,11 +15,10 @@ from torch.fx import Graph, Node
 from whale.compat import schema
 from whale.operations.nodes import op_name
 from whale.operations.operation import Shape, Shapes, dims_of_argument
+from whale.operations.reductions import SUM
 from whale.operations.table import EXPANDS, NEW_LIKE, POOLINGS, SPLITS, VIEWS
 
 aten = torch.ops.aten
-SUM = 2
-"""the argument `reduction` of torch's losses: sum"""
 
 
 def local_call(

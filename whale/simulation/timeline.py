@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from whale.plans.away import AwayFigures
 from whale.plans.blocks import Memory
 from whale.simulation.communication import TimedMessage
+from whale.units import MICROSECONDS
 
 ALL_REDUCE = "all-reduce"
 UPDATE = "update"
 """events beside the actions of the schedule: waiting for gradients, and the optimizer"""
 COMPUTE_LETTERS = frozenset("FBIW")
-MICROSECONDS = 1e6
 ELSEWHERE: tuple[Memory, ...] = ("host", "disk")
 """memories beside those of the devices"""
 MOSTLY = 0.7
