@@ -20,8 +20,9 @@ from whale.capture.prepare import CapturedModel
 from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.lowering.weights import build_on_meta
-from whale.planning.planner import Problem, make_plan
+from whale.planning.planner import make_plan
 from whale.planning.pricing import price
+from whale.planning.problem import Problem
 from whale.plans.plan import Plan
 from whale.plans.revise import with_devices
 from whale.search.choose import choose_plan

@@ -29,8 +29,8 @@ from whale.costs.optimizers import (
 from whale.costs.update_work import UpdateWork
 from whale.devices import float32_precision
 from whale.names import count
-from whale.planning.planner import Problem, fingerprint
-from whale.planning.problem import slow_products
+from whale.planning.planner import fingerprint
+from whale.planning.problem import Problem, slow_products
 from whale.planning.workload import ADAM_STATE
 from whale.planning.zero import plan_with_owners
 from whale.plans.plan import Decision, Plan

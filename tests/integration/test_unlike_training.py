@@ -18,7 +18,8 @@ from tests.ranks import ModelServer, preload
 from whale import api
 from whale.capture.batch import read_batch
 from whale.capture.prepare import CapturedModel
-from whale.planning.planner import Problem, fingerprint
+from whale.planning.planner import fingerprint
+from whale.planning.problem import Problem
 from whale.planning.replica_drafts import GroupDrafts
 from whale.planning.replica_specs import ReplicaSpec, StageSpec
 from whale.planning.replicas import plan_of_replicas

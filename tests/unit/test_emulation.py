@@ -29,7 +29,9 @@ from whale.emulation.settings import RANK_BYTES, most_ranks
 from whale.emulation.stub import make_stub
 from whale.lowering.chunk import crossing_values
 from whale.lowering.messages import MessagePart, build_bridges
-from whale.planning.planner import Assignment, Problem, apply_plan, make_plan
+from whale.planning.planner import make_plan
+from whale.planning.problem import Problem
+from whale.planning.stages import Assignment, apply_plan
 from whale.plans.figures import Figures, StageFigures, StateFigures
 from whale.plans.samples import SampleMap
 from whale.report.rehearsal import Rehearsal, _verdict, picture, read_rehearsal, shares

@@ -25,10 +25,12 @@ from whale.config import Config
 from whale.emulation.stub import make_stub
 from whale.lowering.messages import build_bridges
 from whale.lowering.program import crossing_values
-from whale.planning.planner import Problem, apply_plan, fingerprint
+from whale.planning.planner import fingerprint
+from whale.planning.problem import Problem
 from whale.planning.replica_drafts import GroupDrafts
 from whale.planning.replica_specs import ReplicaSpec, StageSpec, activations, specs_of_config
 from whale.planning.replicas import plan_of_replicas
+from whale.planning.stages import apply_plan
 from whale.plans.plan import Plan
 from whale.plans.samples import SampleMap, num_samples_by_rank, template_samples
 from whale.plans.shards import Shards

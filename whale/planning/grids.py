@@ -200,10 +200,10 @@ class GridProblem:
 
         found = sorted(grids, key=predicted)[:SOLVED]
         # what was measured on such devices is no prediction
-        return [
-            *found,
-            *(grid for grid in grids if grid not in found and self._has_rows(devices, grid)),
-        ]
+        for grid in grids:
+            if grid not in found and self._has_rows(devices, grid):
+                found.append(grid)
+        return found
 
     def _has_rows(self, devices: Sequence[VirtualDevice], grid: Grid) -> bool:
         """Whether layers were measured on this grid of these devices."""

@@ -32,17 +32,12 @@ from whale.planning.offload_auto import (
     too_many_bytes,
 )
 from whale.planning.pricing import typical_share
-from whale.planning.problem import Problem, check_loss_and_buffers
+from whale.planning.problem import Problem
 from whale.planning.recompute import check_names
 from whale.planning.replica_drafts import GroupDrafts
 from whale.planning.replica_specs import activations, specs_of_config
 from whale.planning.replicas import plan_of_replicas
-from whale.planning.stages import (
-    Assignment,
-    apply_plan,
-    follow_plan,
-    live_operations,
-)
+from whale.planning.stages import Assignment, live_operations
 from whale.planning.suggestions import suggestions
 from whale.planning.task_graphs import from_marks
 from whale.planning.workload import Workload
@@ -247,14 +242,3 @@ def _width(problem: Problem) -> int:
         live_operations(problem.captured), problem.kinds, problem.marks, problem.default_strategy
     ).strategies
     return sum(strategy.num_devices for strategy in strategies)
-
-
-__all__ = [
-    "Assignment",
-    "Problem",
-    "apply_plan",
-    "check_loss_and_buffers",
-    "fingerprint",
-    "follow_plan",
-    "make_plan",
-]

@@ -7,7 +7,8 @@ forward, so a backward costs one forward more and needs memory for the activatio
 
 The planner cuts a stage into R regions of about the same bytes, at points where little is alive (in
 a transformer: between layers, where only the residual stream is), and has the first r of them
-recomputed. Two integers in the plan: every rank cuts in the same way.
+recomputed. The plan lists the operations of these regions; R and r say how other graphs of the
+model (an evaluation) are cut.
 
 Where activations are at home elsewhere and memory there is short, regions that cost almost nothing
 come first (`cheap_regions.py`).

@@ -89,7 +89,8 @@ class Stages:
         if not counts.is_cheap:
             return regions
         asked = self.regions(stage, Counts())
-        return {node for node in regions if node in asked or is_cheap(node, self._sizes)}
+        cheap = {node for node in regions if is_cheap(node, self._sizes)}
+        return cheap | (regions.keys() & asked.keys())
 
     def num_cheap_regions(self, stage: int) -> int:
         """Cheap regions that the stage has."""

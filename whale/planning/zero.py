@@ -17,6 +17,7 @@ from functools import cached_property
 from whale.capture.graph import CapturedGraph
 from whale.names import listed
 from whale.planning.balance import DeviceLoads
+from whale.planning.cuts import SAME_TIME
 from whale.planning.problem import Problem
 from whale.planning.workload import INSIDE_OPERATIONS
 from whale.planning.zero_blocks import (
@@ -219,7 +220,7 @@ def _fits_at_full_speed(devices: DeviceLoads, size: int) -> bool:
         slowest_s = devices.divide(size).slowest_s
     except (DoesNotFit, ValueError):
         return False
-    return slowest_s <= devices.without_limits().divide(size).slowest_s * (1 + 1e-9)
+    return slowest_s <= devices.without_limits().divide(size).slowest_s * (1 + SAME_TIME)
 
 
 def zero_decision(level: int, devices: DeviceLoads, whole: DeviceLoads) -> Decision:

@@ -17,7 +17,9 @@ from typing import Literal
 Memory = Literal["device", "host", "disk"]
 """where a tensor is at home"""
 Shape = tuple[int, ...]
-STATES, GRADIENTS_TOO, WEIGHTS_TOO = 1, 2, 3
+STATES = 1
+GRADIENTS_TOO = 2
+WEIGHTS_TOO = 3
 """levels of ZeRO: what is cut"""
 
 
@@ -123,7 +125,8 @@ def ends_at_rows(
     target = 0.0
     for size in wanted:
         target += size
-        ends.append(_nearest_row(places, shapes, target) if size else (ends[-1] if ends else 0))
+        before = ends[-1] if ends else 0
+        ends.append(_nearest_row(places, shapes, target) if size else before)
     last = max((place for place, size in enumerate(wanted) if size), default=len(ends) - 1)
     ends[last:] = [total] * (len(ends) - last)
     return tuple(max(end, before) for before, end in pairwise([0, *ends]))

@@ -44,7 +44,10 @@ EVENT_NAMES = {
     UPDATE: "update",
 }
 MEMORY_CURVE = "#b9c6d3"
-GREY, SOFT, INK, WEAK = "#eef1f4", "#f7f9fb", "#1f2933", "#616e7c"
+GREY = "#eef1f4"
+SOFT = "#f7f9fb"
+INK = "#1f2933"
+WEAK = "#616e7c"
 LABEL = 170
 SHOWN_HOSTS = 12
 SHOWN_GROUPS = 8

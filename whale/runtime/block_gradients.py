@@ -185,7 +185,7 @@ class BlockGradients:
         self._pending = (each, buffer, transfer)
 
     def _fill(self, block: Block, parts: Sequence[Tensor]) -> None:
-        """Moves the gradients of a block into flat tensors, each of which goes on where the one
+        """Moves the gradients of a block into flat tensors, each of which begins where the one
         before it ends.
         """
         ends = list(accumulate(part.numel() for part in parts))

@@ -151,7 +151,9 @@ class OffloadedStates:
             for number, block in enumerate(self._blocks)
             if any(each.grad is not None for each in block.parameters)
         ]
-        later = [number for number in due if ahead and self._may_wait(self._blocks[number])]
+        later: list[int] = []
+        if ahead:
+            later = [number for number in due if self._may_wait(self._blocks[number])]
         now = [number for number in due if number not in later]
         residence = self._residence or self._made()
         streamed = [number for number in now if not self._blocks[number].at_home]

@@ -310,8 +310,11 @@ class Zero:
         if block.weights != "device" or not self.sums_through_memory(block):
             return frozenset()
         start, stop = block.interval(self.ranks.rank)
-        intervals = block.intervals.items()
-        return frozenset(name for name, (a, b) in intervals if start <= a and b <= stop)
+        found = set()
+        for name, (first, last) in block.intervals.items():
+            if start <= first and last <= stop:
+                found.add(name)
+        return frozenset(found)
 
 
 class _Peers:

@@ -126,8 +126,10 @@ def _with_device(replica: ReplicaChoice, rank: int, outline: Outline) -> Iterato
         return
     places = [place_of[start] for start in starts] + [outline.num_segments]
     for stage in range(len(groups)):
-        start, end = places[stage], places[stage + 1]
-        alone, here = DeviceGroup((rank,)), groups[stage]
+        start = places[stage]
+        end = places[stage + 1]
+        alone = DeviceGroup((rank,))
+        here = groups[stage]
         for pair in ((alone, here), (here, alone)):
             changed = (*groups[:stage], *pair, *groups[stage + 1 :])
             even = start + _even_cut(outline, pair, start, end)

@@ -199,7 +199,7 @@ class MarkedSearch(Tries):
             self.short.append(rest)
 
     def draft(self, choice: MarkedChoice, tries: int | None = DRAFT_TRIES) -> MarkedDraft | None:
-        """The plan of a choice, kept; None where it cannot be."""
+        """Makes and notes the plan of a choice; None where there is none."""
         try:
             plan, assignment = self._plan(choice, tries)
         except ValueError as error:
@@ -244,8 +244,9 @@ class MarkedSearch(Tries):
         """Where memory is short: what ranks hold alike in parts, and homes elsewhere, cheapest
         first. What fits without recomputation is not tried with more beside it.
         """
-        is_for_speed = self.settings.zero_for_speed
-        wanted = [rest for rest in rests if is_for_speed or rest in self.short]
+        wanted = rests
+        if not self.settings.zero_for_speed:
+            wanted = [rest for rest in rests if rest in self.short]
         for rest in wanted[: self.budget.zero or int(self.best is None)]:
             fitting: list[Try] = []
             for number, memory in enumerate(self.measures[1:], start=1):

@@ -53,7 +53,7 @@ class MarkedEstimator:
         self, marks: Mapping[Node, Mark], cluster: Cluster, counts: Sequence[int]
     ) -> list[float]:
         """Seconds of a step with each number of micro-batches, with the best order of the devices;
-        infinite where the marks do not go on these devices.
+        infinite where the marks do not fit these devices.
         """
         try:
             placement = self.placement(marks, cluster)
@@ -69,7 +69,7 @@ class MarkedEstimator:
         return best
 
     def placement(self, marks: Mapping[Node, Mark], cluster: Cluster) -> DevicePlacement:
-        """The VirtualDevices of these marks; raises ValueError where they do not go on so many
+        """The VirtualDevices of these marks; raises ValueError where they do not fit so many
         devices. One device alone runs everything, but others are not left out for that.
         """
         wanted = [strategy.num_devices for strategy in self._task_graphs(marks).strategies]

@@ -63,8 +63,7 @@ def draft_offload(search: Search) -> None:
 def _estimated(search: Search, memory: MemoryChoice) -> list[Estimate]:
     """Estimates with one measure against a lack of memory, the best first."""
     estimator = search.estimator_of(memory)
-    is_alone = memory.offload.is_any  # a device that shares with no other one gains, too
-    points = (
-        point for point in search.points(estimator=estimator) if point.shape.widest > 1 or is_alone
-    )
+    points = search.points(estimator=estimator)
+    if not memory.offload.is_any:  # a device that shares with no other one gains nothing
+        points = (point for point in points if point.shape.widest > 1)
     return search.estimated(points, estimator, search.budget.estimates // 8)

@@ -132,7 +132,8 @@ class Search(Tries):
             place += 1
             if not found and tried == alone:
                 place = first_fit(fits, place, len(queue), alone)
-                alone, tried = -1, 0
+                alone = -1
+                tried = 0
                 if place == len(queue):
                     break
             guess, point = queue[place]
@@ -324,7 +325,7 @@ class Search(Tries):
         return self.estimator.bound(estimate.point) >= best.score_s
 
     def draft(self, candidate: Candidate, tries: int | None = 60) -> Drafted | None:
-        """The plan of a candidate, kept; None where it cannot be, or was tried before."""
+        """Makes and notes the plan of a candidate; None where there is none, or it was tried before."""
         candidate = candidate.in_fewest_replicas()
         key = (candidate.signature(self.labels), tries)
         if key in self._signatures:
@@ -417,8 +418,8 @@ class Search(Tries):
         return self.best is not best
 
     def _nudge(self) -> None:
-        """Drafts what differs from one of the best in one cut, one number or one device, and goes
-        on from what is faster; then from the next best, as long as the budget lasts.
+        """Drafts what differs from one of the best in one cut, one number or one device, and
+        continues from what is faster; then from the next best, as long as the budget lasts.
         """
         left = self.budget.nudges
         different = {each.score_s: each for each in reversed(self.drafted)}
@@ -436,7 +437,8 @@ class Search(Tries):
                 left -= made is not None
                 self.report("nudges", self.budget.nudges - left, self.budget.nudges)
                 if made is not None and made.score_s < here.score_s:
-                    here, near = made, self._near(made.candidate)
+                    here = made
+                    near = self._near(here.candidate)
                     tried.add(id(here))
 
     def _near(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -471,8 +473,8 @@ def search(
     progress: Callable[[SearchProgress], None] = lambda _: None,
     seeds: Sequence[Candidate] = (),
 ) -> Search:
-    """A finished search. `seeds`: candidates that are drafted first. An interrupt goes on to the
-    caller: what half a search did not find says nothing.
+    """A finished search. `seeds`: candidates that are drafted first. An interrupt is raised again:
+    what half a search did not find says nothing.
     """
     made = new_search(problem, settings, budget, progress, seeds)
     made.run()

@@ -94,11 +94,10 @@ class ChosenLayouts:
             if not is_solved and producer not in self.space.program.received:
                 continue  # whole on every device, and nothing is sent
             source = self.lies(value)
-            targets = [
-                self._needs_it(reader, slot)
-                for reader, slot in self.readers.get(value, [])
-                if producer in nodes or reader in nodes
-            ]
+            targets = []
+            for reader, slot in self.readers.get(value, []):
+                if producer in nodes or reader in nodes:
+                    targets.append(self._needs_it(reader, slot))
             results = self.wanted.get(value, []) if producer in nodes else []
             for target in (*dict.fromkeys(targets), *results):
                 total += self.redistribute(value, source, target)[0]
