@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from typing import get_args
 
+from whale.config_values import ScheduleName
 from whale.scheduling.action import Orders, Schedule, StageGraph
 from whale.scheduling.check import check
 from whale.scheduling.costs import Costs, even_costs, stages_without_input_gradient
@@ -23,7 +25,7 @@ from whale.scheduling.placement import num_loops_of
 ORDERS: dict[str, Callable[[StageGraph, int], Orders]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 """the orders that take any stage graph and need no costs"""
 
-NAMES = ("gpipe", "1f1b", "interleaved", "wave", "zero-bubble", "auto")
+NAMES: tuple[str, ...] = get_args(ScheduleName)
 """the training schedules by the name that a user gives"""
 
 FORWARD_ONLY = "forward only"
