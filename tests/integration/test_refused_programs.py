@@ -90,3 +90,25 @@ def test_what_no_graph_can_hold_is_named(name: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         wh.parallelize(build(), rows(8, 3, WIDTH), optimizer=sgd)
     assert " at 0x" not in str(caught.value)
+
+
+class NormByKernel(Layered):
+    """The kernel of a batch norm, which knows nothing of other devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, dtype=DOUBLE)
+
+    def unusual(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        found: tuple[Tensor, ...] = torch.native_batch_norm(
+            x, norm.weight, norm.bias, norm.running_mean, norm.running_var, True, 0.1, 1e-5
+        )
+        return found[0]
+
+
+def test_statistics_that_only_one_device_would_take_are_refused() -> None:
+    """Planned without a word on two devices, each of which took the statistics of its own half."""
+    wh.plan(NormByKernel(), rows(8, WIDTH), cluster=1)
+    with pytest.raises(ValueError, match=r"`native_batch_norm` .*functional\.batch_norm"):
+        wh.plan(NormByKernel(), rows(8, WIDTH), cluster=2, config={"strategy": "data"})

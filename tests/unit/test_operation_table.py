@@ -694,7 +694,7 @@ NAMES_ELSEWHERE = {
     "capture/sizes.py": "a user writes `x[mask]` for `index`",
     "lowering/communication.py": "local forms that run in place of an operation",
     "lowering/program.py": "embeddings with sparse gradients",
-    "planning/problem.py": "instance norm with running statistics is refused",
+    "planning/problem.py": "norms whose statistics devices would not share are refused",
     "sharding/describe.py": "what the plan lists when devices have parts of it",
     "sharding/expert_rows.py": "tokens travel for `expert_mm` alone",
     "sharding/local.py": "local forms that run in place of an operation",

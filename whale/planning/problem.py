@@ -18,7 +18,7 @@ from whale.cluster.cluster import Cluster
 from whale.config import Config
 from whale.costs.layer_times import measured_regions
 from whale.costs.update_work import UpdateWork
-from whale.operations.nodes import named_args, op_name
+from whale.operations.nodes import aten_name, named_args, op_name, trains_batch_norm
 from whale.planning.graph_facts import GraphFacts
 from whale.planning.offload import Offload
 from whale.planning.stages import RECOMPUTED, slice_stage
@@ -196,6 +196,20 @@ def check_loss_and_buffers(
         raise ValueError(not_additive.message)
     if widest > 1:
         _refuse_sample_buffers(captured)
+        _refuse_other_batch_norms(captured)
+
+
+def _refuse_other_batch_norms(captured: CapturedGraph) -> None:
+    """Lowering sums the statistics of `aten.batch_norm` over the devices that share a micro-batch;
+    its kernels, called by themselves, would take those of each device alone.
+    """
+    for node in captured.compute_nodes():
+        if trains_batch_norm(node) and aten_name(node) != "batch_norm":
+            raise ValueError(
+                f"`{op_name(node)}` ({user_line(node)}) would take the statistics of the samples "
+                "of each device, not of the micro-batch. Try: torch.nn.functional.batch_norm, "
+                "whose statistics are summed over the devices"
+            )
 
 
 def _refuse_sample_buffers(captured: CapturedGraph) -> None:
