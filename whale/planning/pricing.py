@@ -14,7 +14,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import torch
 from torch.fx import Node
 
 from whale.capture.graph import CapturedGraph
@@ -22,6 +21,7 @@ from whale.cluster.cluster import Cluster, DeviceKind
 from whale.cluster.network import Network
 from whale.costs.measured import measured_seconds, update_costs
 from whale.costs.update_work import UpdateWork
+from whale.operations.nodes import sums_over_devices, trains_batch_norm
 from whale.planning.describe import holders as holders_of
 from whale.planning.recompute import Recompute, counts_of
 from whale.planning.recompute_choice import Choice, Stages
@@ -34,8 +34,6 @@ from whale.plans.plan import Plan
 from whale.plans.virtual_devices import VirtualDevice
 from whale.scheduling.memory import ActionMemory, Bytes
 from whale.simulation.communication import all_reduce_seconds
-
-aten = torch.ops.aten
 
 UPDATE_PASSES = 3
 """an optimizer reads weights and gradients and writes weights; it reads and writes its own state
@@ -207,8 +205,8 @@ def all_reduces_inside(
         return found
     one_s = all_reduce_seconds(0.0, 1, ranks, network)[0] / 2
     for node in part.operations:
-        is_batch_norm = node.target is aten.batch_norm.default and bool(node.args[5])
-        number = 2 if is_batch_norm else int("all_reduce" in node.meta)
+        is_batch_norm = trains_batch_norm(node)
+        number = 2 if is_batch_norm else int(sums_over_devices(node))
         more = StageTimes(
             Seconds(0.0, number * one_s), Seconds(0.0, min(number, 1) * one_s), Seconds(0.0)
         )

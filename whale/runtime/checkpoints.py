@@ -253,9 +253,9 @@ class Checkpoints:
         whole = self._updater.whole
         if whole is None:
             return self._job.updated
-        parts = self._job.updated.items()
-        kept = {name: tensor for name, tensor in parts if name not in self._job.plan.owners}
-        return kept | whole.parameters
+        updated = self._job.updated.items()
+        parts = {name: tensor for name, tensor in updated if name not in self._job.plan.owners}
+        return parts | whole.parameters
 
 
 def load_pretrained(
