@@ -1,4 +1,4 @@
-"""Changes of layout on real tensors: the messages of an `Redistribution`, forward and backward.
+"""Changes of layout on real tensors: the messages of a `Redistribution`, forward and backward.
 
 What is differentiated is the sum of all devices' losses, so the backward of an exchange is the
 exchange of the gradient between the conjugate layouts (docs/split.md, line 1). Both are planned
@@ -320,7 +320,7 @@ def _put_together(step: RedistributionStep, x: Tensor, parts: Mapping[int, Tenso
     """The result from what arrived and what this place had: terms are added in order, more than two
     of them in float32 at least.
     """
-    values = {place: part for place, part in parts.items()}
+    values = dict(parts)
     if step.own is not None:
         values[step.place] = _gathered(x, step.own[0])
     if step.is_sum_of_wholes and len(step.terms) == 2:

@@ -108,9 +108,8 @@ class _End(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         ctx.underway.way = Under(gradients[0], ctx.underway.plan.backward, ctx.underway.groups)
-        return gradients[0].new_empty(()).expand(
-            ctx.shape
-        ), None  # never read: the gradient itself is on its way
+        # never read: the gradient itself is on its way
+        return gradients[0].new_empty(()).expand(ctx.shape), None
 
 
 def _arrived(underway: Underway) -> Tensor:
@@ -121,7 +120,7 @@ def _arrived(underway: Underway) -> Tensor:
 
 
 class ShardedLinear(nn.Module):
-    """Line (2)."""
+    """A linear layer and the exchanges around it as one function, line (2)."""
 
     def __init__(self, plan: LinearPlan, groups: Groups) -> None:
         super().__init__()

@@ -107,7 +107,7 @@ def from_experts(rows: Tensor, route: Route) -> Tensor:
 
 
 def grouped_mm_of_same_tokens(x: Tensor, weight: Tensor, ends: Tensor, around: Experts) -> Tensor:
-    """Subgroup (2) for rows that are sorted by expert, those of expert e up to `ends[e]`."""
+    """Case (2) for rows that are sorted by expert, those of expert e up to `ends[e]`."""
     # the number of ends before a row is its expert; rows behind the last end have none
     rows = torch.arange(len(x), device=x.device, dtype=ends.dtype)
     experts = torch.searchsorted(ends, rows, right=True)
@@ -207,7 +207,7 @@ def product_at_experts(rows: Tensor, weight: Tensor, route: Route, transposed: b
 
 
 def _take_apart(module: GraphModule) -> bool:
-    """Subgroup (1); whether there was something to do. Products of the same tokens have the
+    """Takes products apart as in (3); whether there was one. Products of the same tokens have the
     same route.
     """
     graph = module.graph
@@ -235,7 +235,7 @@ def _take_apart(module: GraphModule) -> bool:
 
 
 def _cancel(module: GraphModule) -> None:
-    """Subgroup (2)."""
+    """Removes the exchanges of (4)."""
     graph = module.graph
     for back in [node for node in graph.nodes if node.target is from_experts]:
         ends = readers_in_place(back, lambda node, route=back.args[1]: _leaves_again(node, route))  # type: ignore[misc]

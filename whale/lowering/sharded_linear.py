@@ -225,8 +225,8 @@ def _rows(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Plane:
-    """The two lines through this place, and how K is cut: in the same panels over axis x (of X) and
-    over axis y (of W).
+    """The two subgroups through this place, and how K is cut: in the same panels over axis x (of X)
+    and over axis y (of W).
     """
 
     x: Subgroup

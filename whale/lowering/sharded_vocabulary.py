@@ -223,7 +223,7 @@ class _Rows:
         ) * picked + self.smoothing / self.num_classes * self.counted * everything
 
     def subtract_coefficients(self, result: Tensor) -> None:
-        """result -= a"""
+        """Subtracts the coefficients a of line (1) from the result, in place."""
         if self.probabilities is not None:
             result -= self.probabilities
             return

@@ -171,7 +171,7 @@ def samples_by_rank(plan: Plan, batch_size: int) -> tuple[int, ...]:
 
 
 def _samples(plan: Plan, batch_size: int) -> list[list[int]]:
-    """[rank][micro-batch]"""
+    """Samples by [rank][micro-batch]."""
     return SampleMap(plan, batch_size, plan.num_micro_batch).num_by_rank()
 
 

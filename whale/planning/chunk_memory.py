@@ -77,7 +77,7 @@ class ChunkMemory:
         static: Sequence[float],
         devices: Devices,
     ) -> ChunkMemory:
-        """`static`: `Workload.static_by_operation` of these operations."""
+        """The bytes of these operations. `static`: what `Workload.static_by_operation` gives."""
 
         def size_of(node: Node) -> float:
             return workload.costs[node].output_bytes / workload.batch_size

@@ -98,7 +98,7 @@ class _OfRank:
     step: StepLoad
 
     def figures(self, rank: int, number: int, share: float, homes: Homes) -> AwayFigures:
-        """`number`: of the group; `share`: the fraction of its blocks that the rank holds."""
+        """What a rank has elsewhere of a group. `share`: its fraction of the blocks."""
         step = self.step
         group = self.account.groups[number]
         parts = group.parts(share)

@@ -78,7 +78,7 @@ def _group(sharing: Sharing, sizes: _Sizes, index: int, is_grid: bool) -> Group:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of blocks."""
+    """Counts the bytes of blocks, on a grid those of one device."""
 
     split: Split
     workload: Workload

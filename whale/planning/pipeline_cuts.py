@@ -187,7 +187,7 @@ class PipelineCuts:
 
     @cached_property
     def shares(self) -> Floats:
-        """(replicas,): x_r."""
+        """(replicas,): the part x_r of the samples that each replica gets."""
         dtype = self.problem.dtype
         devices = self.problem.cluster.devices
         rates = np.array(

@@ -113,8 +113,8 @@ def figures_of(
     wanted: Recompute,
     on_grids: OnGrids,
 ) -> Figures:
-    """`ranks[i]`: all ranks that run stage i; `choice`, `wanted`: what is recomputed in
-    backward; `on_grids`: what grids change.
+    """What the simulation of a plan computes on. `ranks[i]`: all ranks that run stage i; `choice`,
+    `wanted`: what is recomputed in backward; `on_grids`: what grids change.
     """
     stages = []
     described = Stages(workload, assignment, wanted)
@@ -335,7 +335,9 @@ def sharded_weights(
     holders: Mapping[str, tuple[int, ...]],
     devices: Mapping[int, VirtualDevice],
 ) -> dict[str, ShardedWeight]:
-    """`layouts`: of parameters on grids; `devices`: VirtualDevice of each stage."""
+    """Parameters that a grid cuts, by name. `layouts`: of all parameters on grids; `devices`: the
+    VirtualDevice of each stage.
+    """
     found: dict[str, ShardedWeight] = {}
     known: dict[tuple[Layout, int], tuple[list[tuple[int, ...]], list[int]]] = {}
     for name, layout in layouts.items():

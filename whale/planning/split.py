@@ -137,7 +137,9 @@ class Split:
     def _held_at(
         self, place: int, grid: Grid, alike: Mapping[tuple[Layout, int, bool], int]
     ) -> HeldBytes:
-        """`alike`: number of parameters by (layout, bytes of an entry, whether it is trained)."""
+        """Bytes at one place. `alike`: number of parameters by (layout, bytes of an entry,
+        trained).
+        """
         parameters = trained = largest = shared = 0
         for (layout, entry_bytes, is_trained), number in alike.items():
             one = entry_bytes * layout.local_count(grid, place)

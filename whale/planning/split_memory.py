@@ -110,7 +110,7 @@ def workspace_on_grid(
 
 
 def gradient_workspaces(workload: Workload, split: Split, stage: int) -> list[int]:
-    """`Workload.gradient_workspace` of a stage, for each device of its grid."""
+    """Bytes that the backward of a stage works with on each device of its grid, samples aside."""
     return [
         workload.workspace_of_weights(held.largest, held.trained)
         for held in split.held_bytes((stage,))

@@ -295,7 +295,7 @@ def _part(weights: tuple[float, ...], dims: Sequence[CutDim]) -> list[float]:
 
 
 def _time(grid: Grid, speeds: Sequence[float], part: Mapping[str, Sequence[float]]) -> float:
-    """Line (1)."""
+    """Seconds of the slowest device, line (1), for a work of 1."""
     return max(
         prod(part[axis][grid.coordinate(place, axis)] for axis in grid.axes) / speed
         for place, speed in enumerate(speeds)

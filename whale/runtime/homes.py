@@ -164,7 +164,7 @@ class HostHome:
 
 
 class DiskHome(HostHome):
-    """Blocks in files."""
+    """A home whose blocks are files on a disk of the host."""
 
     def __init__(self, device: LocalDevice, folder: SpillFolder, what: str) -> None:
         super().__init__(device, what)

@@ -56,7 +56,7 @@ class _Stack:
 
 
 class SummedNorms:
-    """One rank's stacks."""
+    """Gives the optimizer of one rank norms of whole stacks, of which it updates parts."""
 
     def __init__(
         self,

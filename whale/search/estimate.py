@@ -356,7 +356,7 @@ class Estimator:
         return low
 
     def _stage_seconds(self, stage: StageRow, start: int, end: int, in_flight: int) -> float:
-        """Line (1)."""
+        """Seconds of a stage for one micro-batch, line (1); infinite where it does not fit."""
         part = self.memory.recomputed(stage, start, end, in_flight)
         if part == math.inf:
             return math.inf

@@ -133,7 +133,7 @@ class MarkedEstimator:
 
 @dataclass(frozen=True)
 class _Placed:
-    """TaskGraphs on devices."""
+    """TaskGraphs with the devices that run them in one order."""
 
     estimator: MarkedEstimator
     task_graphs: TaskGraphs
@@ -143,7 +143,7 @@ class _Placed:
     cluster: Cluster
 
     def seconds(self, counts: Sequence[int]) -> list[float]:
-        """Line (1)."""
+        """Seconds of a step with each of these numbers of micro-batches, line (1)."""
         size = self.estimator.outline.problem.batch_size
         sample_s, fixed = self._compute
         message_s = self._message_s

@@ -173,7 +173,7 @@ class Outline:
 
     @cached_property
     def _most_points(self) -> int:
-        """So many points are kept."""
+        """The number of points that the outline has at most."""
         problem = self.problem
         smallest = min(device.kind.memory_bytes for device in problem.cluster.devices)
         if not smallest:
@@ -223,13 +223,13 @@ class Outline:
 
     @cached_property
     def saved_sample_bytes(self) -> Floats:
-        """(segments,)"""
+        """(segments,): bytes that backward needs of each sample."""
         saved = self._any_workload.saved_by_operation(self.activations)
         return self._by_segment([each.sample_bytes for each in saved])
 
     @cached_property
     def saved_fixed_bytes(self) -> Floats:
-        """(segments,)"""
+        """(segments,): bytes that backward needs of a micro-batch, whatever its samples."""
         saved = self._any_workload.saved_by_operation(self.activations)
         return self._by_segment([each.fixed_bytes for each in saved])
 

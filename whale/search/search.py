@@ -325,7 +325,7 @@ class Search(Tries):
         return self.estimator.bound(estimate.point) >= best.score_s
 
     def draft(self, candidate: Candidate, tries: int | None = 60) -> Drafted | None:
-        """Makes and notes the plan of a candidate; None where there is none, or it was tried before."""
+        """Makes and notes the plan of a candidate; None: there is none, or it was tried before."""
         candidate = candidate.in_fewest_replicas()
         key = (candidate.signature(self.labels), tries)
         if key in self._signatures:

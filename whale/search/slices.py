@@ -53,7 +53,7 @@ class Slices:
 
     @staticmethod
     def of(cluster: Cluster, number: int) -> Slices:
-        """So many slices, with the same hosts of every sort."""
+        """Cuts a cluster into so many slices, with the same hosts of every sort in each."""
         places: list[tuple[int, ...]] = []
         for hosts in _hosts_alike(cluster):
             per_slice = len(hosts) // number

@@ -54,7 +54,7 @@ class OutlineMemory:
         return [float(each) for each in self.outline.crossing_bytes]
 
     def static_bytes(self, stage: StageRow, start: int, end: int, part: float) -> float:
-        """`part`: of what ZeRO cuts, on this device."""
+        """Bytes that a stage holds all the time. `part`: of what ZeRO cuts, on this device."""
         sums = self.static[stage.is_shared]
         static = sums[end] - sums[start] + self.outline.largest_weight_bytes
         if (self.zero and stage.is_shared) or self.offload.has_blocks:

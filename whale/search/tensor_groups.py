@@ -93,7 +93,7 @@ def tensor_groups(cluster: Cluster) -> Iterator[TensorGroups]:
 
 
 def _together(kind: DeviceKind, width: int) -> DeviceKind:
-    """So many devices as one."""
+    """A kind that stands for so many devices which compute together."""
 
     def times(rate: float | None) -> float | None:
         return None if rate is None else width * rate
