@@ -162,6 +162,13 @@ def test_first_stage_stays_whole_where_it_has_no_input_gradient() -> None:
     assert kinds[1] == kinds[2] == {Kind.FORWARD, Kind.INPUT, Kind.WEIGHT}
 
 
+@pytest.mark.parametrize("name", ["wave", "interleaved"])
+def test_one_stage_has_the_order_of_1f1b(name: str) -> None:
+    """A script that asks for waves runs on one device, too."""
+    alone = StageGraph.chain(1)
+    assert build(name, alone, 4).orders == build("1f1b", alone, 4).orders
+
+
 @pytest.mark.parametrize(
     ("name", "placement", "message"),
     [

@@ -153,6 +153,8 @@ def wave_orders(graph: StageGraph, num_micro_batch: int, *, unit: int | None = N
     one unit of P); default all.
     """
     require_micro_batches(num_micro_batch)
+    if graph.num_stages == 1:  # one device, or data parallelism: nothing goes down and back up
+        return one_f_one_b(graph, num_micro_batch)
     num_waves = num_waves_of(graph.device_of_stage)
     if num_waves is None:
         raise ValueError(
