@@ -233,6 +233,16 @@ def test_a_fixed_setting_that_makes_every_plan_impossible_is_named() -> None:
         plan_of(Net(layers=16), mixed(400_000), num_task_graph=2, num_micro_batch=1, zero=0)
 
 
+def test_of_several_fixed_settings_those_to_blame_are_named() -> None:
+    """More stages would fit, and so would ZeRO; other micro-batches or schedules would not."""
+    fixed = {"num_task_graph": 2, "num_micro_batch": 1, "schedule": "1f1b", "zero": 0}
+    blamed = (
+        r'\. "num_task_graph": 2, "zero": 0 make every plan impossible together\. Try: leave one'
+    )
+    with pytest.raises(ValueError, match=blamed):
+        plan_of(Net(layers=16), mixed(400_000), **fixed)
+
+
 def test_zero_makes_a_fixed_number_of_stages_possible() -> None:
     plan = plan_of(Net(layers=16), mixed(400_000), num_task_graph=2, num_micro_batch=1)
     assert plan.zero > 0 and len(plan.stages) == 2

@@ -106,6 +106,13 @@ def test_the_cheaper_of_recomputation_and_offload(link_bytes_per_s: float, moves
     assert any(stage.num_recomputed for stage in plan.stages) != moves
 
 
+def test_homes_on_the_host_that_were_forbidden_are_named() -> None:
+    """More devices would help, too, but what was set is said first."""
+    blamed = r'"offload": False makes every plan impossible\. Try: leave it open: .* on the host'
+    with pytest.raises(DoesNotFit, match=blamed):
+        plan_of(cluster(1.99 * TRAINED_BYTES, HOST), strategy="auto", offload=False)
+
+
 def test_what_is_missing_is_said_of_all_memories() -> None:
     tiny = HostMemory(round(0.1 * TRAINED_BYTES), GIGA, GIGA)
     with pytest.raises(DoesNotFit, match=r"No plan fits: .* beside them\. Try: .* more memory"):

@@ -4,6 +4,8 @@ that would fit, and the least change that helps.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
 from dataclasses import replace
 
 from whale.cluster.cluster import Device
@@ -14,6 +16,7 @@ from whale.planning.problem import Problem
 from whale.planning.suggestions import with_more
 from whale.plans.shares import DoesNotFit
 from whale.search.budget import Budget
+from whale.search.drafting import Drafted
 from whale.search.search import Search, search
 from whale.search.settings import AUTO, OpenSettings, is_open
 from whale.units import human_bytes, human_seconds
@@ -38,9 +41,8 @@ def nothing_fits(problem: Problem, done: Search, refused: ValueError | None) -> 
     first = next(iter(problems), "no plan fits")
     if refused is not None:
         first = str(refused)
-    fixed = fixed_names(problem.config)
     try:
-        why = _without_fixed(problem, done, fixed) if fixed else none_fits(problem, done)
+        why = _without_fixed(problem, done)
     except KeyboardInterrupt:  # what is refused is known, what would help is not
         why = (
             f"Searched: {done.summary}, none fits; interrupted before a change was found that helps"
@@ -50,20 +52,52 @@ def nothing_fits(problem: Problem, done: Search, refused: ValueError | None) -> 
 
 def fixed_names(config: Config) -> list[str]:
     """The settings that hold, as the user wrote them."""
-    return [f'"{name}": {getattr(config, name)}' for name in _CHOSEN if not is_open(config, name)]
+    return [_as_written(config, name) for name in _fixed(config)]
 
 
-def _without_fixed(problem: Problem, done: Search, fixed: list[str]) -> str:
-    """Whether it is the fixed settings that make every plan impossible."""
-    opened = opened_up(problem)
-    best = search(opened, OpenSettings.of(opened), budget=OFFER).best
+def _fixed(config: Config) -> list[str]:
+    return [name for name in _CHOSEN if not is_open(config, name)]
+
+
+def _as_written(config: Config, name: str) -> str:
+    value = getattr(config, name)
+    return f'"{name}": {json.dumps(value) if isinstance(value, str | list) else value}'
+
+
+def _without_fixed(problem: Problem, done: Search) -> str:
+    """Whether it is settings that make every plan impossible, and which of them."""
+    fixed = _fixed(problem.config)
+    if problem.config.offload is False and _has_memories(problem):
+        fixed.append("offload")
+    best = _best_without(problem, fixed) if fixed else None
     if best is None:
         return none_fits(problem, done)
+    alone = [(name, _best_without(problem, [name])) for name in fixed] if len(fixed) > 1 else []
+    to_blame = [(name, found) for name, found in alone if found is not None]
+    if to_blame:  # opening one of them is enough
+        fixed = [name for name, _ in to_blame]
+        best = min((found for _, found in to_blame), key=lambda each: each.score_s)
+    names = [_as_written(problem.config, name) for name in fixed]
+    fits = f"{best.candidate.describe()} fits, {human_seconds(best.step_s)} a step"
+    if len(to_blame) > 1:
+        return (
+            f"{', '.join(names)} make every plan impossible together. Try: leave one open: {fits}"
+        )
     verb = "makes" if len(fixed) == 1 else "make"
-    return (
-        f"{', '.join(fixed)} {verb} every plan impossible. Try: leave it open: "
-        f"{best.candidate.describe()} fits, {human_seconds(best.step_s)} a step"
-    )
+    open_it = "it open" if len(fixed) == 1 else "them open"
+    return f"{', '.join(names)} {verb} every plan impossible. Try: leave {open_it}: {fits}"
+
+
+def _best_without(problem: Problem, names: list[str]) -> Drafted | None:
+    """The best plan that a short search finds where these settings are open."""
+    opened = replace(problem, config=_left_open(problem.config, names))
+    return search(opened, OpenSettings.of(opened), budget=OFFER).best
+
+
+def _has_memories(problem: Problem) -> bool:
+    """Whether the cluster has memories beside its devices that a plan may use."""
+    config = problem.config.replace(offload=AUTO)
+    return may_offload(replace(problem, config=config))
 
 
 def with_offer(problem: Problem, error: DoesNotFit) -> DoesNotFit:
@@ -95,10 +129,13 @@ def with_offer(problem: Problem, error: DoesNotFit) -> DoesNotFit:
 
 def open_up(config: Config) -> Config:
     """The config with everything that the search chooses left open."""
+    return _left_open(config, (*_CHOSEN, "replicas", "colocate")).replace(strategy=AUTO)
+
+
+def _left_open(config: Config, names: Collection[str]) -> Config:
+    """The config without these settings."""
     given = {key: value for key, value in config.to_dict().items() if config.is_given(key)}
-    for key in (*_CHOSEN, "replicas", "colocate"):
-        given.pop(key, None)
-    return Config({**given, "strategy": AUTO})
+    return Config({key: value for key, value in given.items() if key not in names})
 
 
 def opened_up(problem: Problem) -> Problem:
