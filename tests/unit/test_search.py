@@ -329,6 +329,47 @@ def test_a_device_that_makes_the_step_longer_is_left_out() -> None:
     assert any(decision.what == "devices left out" for decision in plan.decisions)
 
 
+@pytest.mark.parametrize(
+    ("settings", "groups", "chunks"),
+    [
+        (OpenSettings(num_stages=4), 4, [1]),
+        (OpenSettings(num_stages=4), 2, [2]),
+        (OpenSettings(num_stages=4, schedule="wave"), 4, [2]),
+        (OpenSettings(num_stages=4, schedule="1f1b"), 4, [1]),
+        (OpenSettings(num_stages=4, num_waves=2), 4, [4]),
+        (OpenSettings(num_stages=4, num_waves=2), 2, []),
+        (OpenSettings(num_stages=8, num_waves=2), 2, [4]),
+        (OpenSettings(num_stages=4, asks_for_auto_schedule=True), 4, [1, 2, 4]),
+        (OpenSettings(num_stages=4, asks_for_auto_schedule=True), 3, []),
+    ],
+)
+def test_a_fixed_number_of_stages_with_waves(
+    settings: OpenSettings, groups: int, chunks: list[int]
+) -> None:
+    assert settings.chunk_counts(groups) == chunks
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "gpipe"])
+def test_waves_without_a_schedule_that_has_them_are_refused(schedule: str | None) -> None:
+    """They were ignored before."""
+    config = {} if schedule is None else {"schedule": schedule}
+    said = (
+        f'"num_waves": 2 asks for 4 chunks on each device, but "schedule": "{schedule or "1f1b"}"'
+    )
+    with pytest.raises(ValueError, match=said):
+        plan_of(num_task_graph=7, num_micro_batch=4, num_waves=2, **config)
+
+
+@pytest.mark.parametrize("schedule", ["wave", "auto"])
+def test_no_plan_by_hand_with_the_same_settings_is_faster(schedule: str) -> None:
+    """By hand each of the stages that are asked for becomes a group of devices with chunks."""
+    settings = {"num_task_graph": 4, "num_micro_batch": 4, "schedule": schedule}
+    cluster = mixed(hosts=((("fast", 4),),))
+    by_hand = wh.simulate(plan_of(cluster=cluster, **settings)).step_s
+    found = wh.simulate(plan_of(cluster=cluster, strategy="auto", **settings)).step_s
+    assert found <= 1.01 * by_hand
+
+
 def test_a_model_that_just_does_not_fit_gets_the_least_change() -> None:
     """Weights fit, activations do not: what is offered was tried."""
     devices = tuple(

@@ -19,7 +19,7 @@ from whale.search.marked import LONGER, new_marked_search
 from whale.search.point import Point, Shape
 from whale.search.refusals import is_annotated, nothing_fits, with_offer
 from whale.search.search import Search, new_search
-from whale.search.settings import AUTO, OpenSettings, settled
+from whale.search.settings import AUTO, OpenSettings, is_open, settled
 from whale.search.tries import SearchProgress, Tries
 from whale.simulation.simulate import step_seconds
 from whale.units import human_seconds, ranges
@@ -45,7 +45,9 @@ def silent(_: SearchProgress) -> None:
 
 def choose_plan(problem: Problem, progress: Report = silent) -> tuple[Plan, Assignment]:
     """The plan, and where every operation of the graph runs."""
-    if why_fixed(problem) is not None:
+    is_searched = why_fixed(problem) is None
+    _refuse_unused_waves(problem.config, is_searched)
+    if not is_searched:
         fixed = replace(problem, config=settled(problem.config))
         try:
             return make_plan(fixed)
@@ -98,6 +100,20 @@ def why_fixed(problem: Problem) -> str | None:
     if guessed:
         return f"{guessed[0]} is in no table of devices (whale profile measures it)"
     return None
+
+
+def _refuse_unused_waves(config: Config, is_searched: bool) -> None:
+    """Refuses a number of waves beside a schedule that has none."""
+    is_chosen = is_searched and is_open(config, "schedule")
+    has_none = config.schedule in ("1f1b", "gpipe") and config.replicas is None
+    if config.num_waves is None or not has_none or is_chosen:
+        return
+    given = "" if config.is_given("schedule") else ", which is taken where none is given,"
+    raise ValueError(
+        f'"num_waves": {config.num_waves} asks for {2 * config.num_waves} chunks on each device, but '
+        f'"schedule": "{config.schedule}"{given} runs one. Try: "schedule": "wave", "interleaved", '
+        '"zero-bubble" or "auto", or leave "num_waves" out'
+    )
 
 
 def _refuse_contradiction(problem: Problem) -> None:

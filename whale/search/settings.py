@@ -28,6 +28,10 @@ class OpenSettings:
     schedule: str | None = None
     recompute: bool | str | tuple[str, ...] = AUTO
     num_waves: int | None = None
+    asks_for_auto_schedule: bool = False
+    """the user wrote `"schedule": "auto"`, which puts several stages on a group also where their
+    number is given
+    """
     zero: int | None = 0
     """the level of ZeRO; None: open, for where memory is short"""
     zero_for_speed: bool = False
@@ -60,6 +64,7 @@ class OpenSettings:
             schedule=None if is_open(config, "schedule") else config.schedule,
             recompute=tuple(given) if isinstance(given, list) else given,
             num_waves=config.num_waves,
+            asks_for_auto_schedule=config.is_given("schedule") and config.schedule == AUTO,
             zero=_zero(problem),
             zero_for_speed=config.zero == AUTO,
             homes=_homes(problem),
@@ -93,10 +98,27 @@ class OpenSettings:
         return AUTO if num_groups > 1 else "1f1b"
 
     def chunk_counts(self, num_groups: int) -> list[int]:
-        """Numbers of stages on each of so many groups of devices."""
-        if self.num_stages is not None:
-            chunks, rest = divmod(self.num_stages, num_groups)
-            return [chunks] if chunks and not rest else []
+        """Numbers of stages on each of so many groups of devices.
+
+        A number of stages that the user gave is that of a model replica. Where waves are asked for,
+        it may be that of the groups as well, as in a plan by hand.
+        """
+        if self.num_stages is None:
+            return self._chunk_counts(num_groups)
+        chunks, rest = divmod(self.num_stages, num_groups)
+        is_asked = self.num_waves is None or chunks == 2 * self.num_waves
+        found = [chunks] if chunks and not rest and is_asked else []
+        if num_groups == self.num_stages and self._asks_for_waves:
+            found = self._chunk_counts(num_groups)
+        return found
+
+    @property
+    def _asks_for_waves(self) -> bool:
+        has_waves = self.num_waves is not None or self.schedule in ("wave", "interleaved")
+        return has_waves or self.asks_for_auto_schedule
+
+    def _chunk_counts(self, num_groups: int) -> list[int]:
+        """What waves and the schedule leave open, whatever the number of stages."""
         if num_groups == 1:
             return [1]
         if self.num_waves is not None:
