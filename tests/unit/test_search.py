@@ -16,8 +16,8 @@ from whale.cluster.cluster import Cluster, Device, DeviceKind, Link, device_kind
 from whale.planning.problem import Problem
 from whale.plans.plan import Plan
 from whale.report import plan_page
-from whale.search import choose, refusals
-from whale.search.drafting import Drafted, Drafting, actions_seconds
+from whale.search import choose, refusals, tries
+from whale.search.drafting import Drafted, Drafting, actions_seconds, prove
 from whale.search.hint import hint
 from whale.search.point import Point, Shape
 from whale.search.precision import precision_notes
@@ -291,6 +291,34 @@ def test_an_interrupted_search_gives_the_best_so_far(monkeypatch: pytest.MonkeyP
     plan = plan_of()
     why = next(each.why for each in plan.decisions if each.what == "strategy")
     assert "interrupted" in why and drafts == 3
+
+
+@pytest.mark.parametrize("what", ["new_search", "_is_good_enough"])
+def test_an_interrupt_before_the_search_gives_data_parallelism(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def interrupted(*_: object, **__: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(choose, what, interrupted)
+    plan = plan_of()
+    why = next(each.why for each in plan.decisions if each.what == "strategy")
+    assert strategy_of(plan) == "data parallel" and "interrupted" in why
+
+
+def test_an_interrupted_proof_is_made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    proofs = 0
+
+    def interrupted(plan: Plan) -> None:
+        nonlocal proofs
+        proofs += 1
+        if proofs == 1:
+            raise KeyboardInterrupt
+        prove(plan)
+
+    monkeypatch.setattr(tries, "prove", interrupted)
+    why = next(each.why for each in plan_of().decisions if each.what == "strategy")
+    assert "interrupted" in why and proofs == 2
 
 
 def test_one_large_device_beside_a_pipeline_of_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,12 +165,17 @@ def advise(
     problem = opened_up(problem)
     done = new_search(problem, OpenSettings.of(problem), progress=progress)
     done.run()
-    plain, _ = data_parallel(problem)
+    plain: Plan | None = None
+    try:
+        made, _ = data_parallel(problem)
+        plain = None if made is None else made[0]
+    except KeyboardInterrupt:  # what the search found is not lost with what it is compared with
+        done.is_interrupted = True
     if plain is None and done.best is None:
         if done.is_interrupted:
             raise KeyboardInterrupt
         raise ValueError(none_fits(problem, done))
-    asking = _Asking(problem, done, None if plain is None else plain[0], own)
+    asking = _Asking(problem, done, plain, own)
     without: list[Change] = []
     changes: list[Change] = []
     alone: OneCard | None = None

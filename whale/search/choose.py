@@ -58,8 +58,14 @@ def choose_plan(problem: Problem, progress: Report = silent) -> tuple[Plan, Assi
     plain, refused = data_parallel(problem)
     if plain is not None and not problem.updates_alone:
         return _with_decision(problem, plain, "the optimizer looks at all parameters at once")
-    done = new_search(problem, OpenSettings.of(problem), progress=progress)
-    if plain is not None and _is_good_enough(done, plain[0]):
+    try:
+        done = new_search(problem, OpenSettings.of(problem), progress=progress)
+        is_enough = plain is not None and _is_good_enough(done, plain[0])
+    except KeyboardInterrupt:
+        if plain is None:
+            raise  # there is no plan yet that could be given
+        return _with_decision(problem, plain, "interrupted before other plans were made")
+    if plain is not None and is_enough:
         return _with_decision(problem, plain, "no other plan can be faster by more than 1 %")
     done.run()
     return _best_of(problem, done, plain, refused)

@@ -78,12 +78,18 @@ class Tries:
         return f"{estimates} estimated, {count(len(self.tried), 'plan')} made{sliced}{interrupted}"
 
     def run(self) -> None:
-        """Fills `drafted`; an interrupt ends it with what is there."""
+        """Fills `drafted`; an interrupt ends it with what is there, which is proved all the same."""
         try:
             self._draft_everything()
         except KeyboardInterrupt:
             self.is_interrupted = True
-        self._prove_best()
+        try:
+            self._prove_best()
+        except KeyboardInterrupt:
+            if self.is_interrupted:
+                raise  # the second one: nothing is wanted any more
+            self.is_interrupted = True
+            self._prove_best()
 
     def _draft_everything(self) -> None:
         """What this kind of search tries."""
