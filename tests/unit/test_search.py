@@ -23,7 +23,7 @@ from whale.search.point import Point, Shape
 from whale.search.precision import precision_notes
 from whale.search.search import Search, new_search, search
 from whale.search.settings import OpenSettings
-from whale.search.shapes import compositions, device_classes, shapes
+from whale.search.shapes import compositions, device_classes, shapes, subsets
 from whale.simulation.simulate import peak_bytes
 
 WIDTH = 64
@@ -172,8 +172,8 @@ def test_the_search_gives_the_same_plan_in_every_run() -> None:
 def test_seven_devices_in_any_number_of_stages(stages: int) -> None:
     plan = plan_of(num_task_graph=stages, num_micro_batch=4)
     assert len(plan.stages) == stages and plan.num_micro_batch == 4
-    ranks = sorted(rank for device in plan.virtual_devices for rank in device.all_ranks)
-    assert ranks == list(range(7))
+    ranks = [rank for device in plan.virtual_devices for rank in device.all_ranks]
+    assert len(ranks) == len(set(ranks)) and set(ranks) <= set(range(7))
 
 
 def test_what_is_fixed_holds() -> None:
@@ -355,6 +355,39 @@ def test_a_device_that_makes_the_step_longer_is_left_out() -> None:
     used = {rank for replica in plan.replicas for ranks in replica.ranks for rank in ranks}
     assert used == {0, 1}
     assert any(decision.what == "devices left out" for decision in plan.decisions)
+
+
+def test_devices_are_left_out_of_a_fixed_number_of_stages() -> None:
+    """Four devices behind a slow network: two stages are faster without them."""
+    fixed = {"num_task_graph": 2, "num_micro_batch": 4}
+    plan = plan_of(**fixed)
+    alone = plan_of(cluster=mixed().first(2), strategy="auto", **fixed)
+    assert len(plan.stages) == 2 and plan.num_micro_batch == 4
+    assert wh.simulate(plan).step_s <= wh.simulate(alone).step_s * (1 + 1e-9)
+    assert not set(plan.ranks) & {3, 4, 5, 6}
+
+
+def test_one_of_many_devices_may_train_alone() -> None:
+    """A model so small that any message takes longer than all of its work."""
+    cluster = mixed(hosts=((("fast", 2), ("slow", 2)), (("old", 4),)), between=1e6)
+    plan = plan_of(Net(layers=2), cluster)
+    alone = plan_of(Net(layers=2), cluster.first(1))
+    assert wh.simulate(plan).step_s <= 1.01 * wh.simulate(alone).step_s
+
+
+def test_parts_of_a_large_cluster_that_may_train_alone() -> None:
+    """Any classes and any hosts, where they are few; each without one device, and the first few."""
+    two_hosts = mixed(hosts=((("fast", 2), ("slow", 2)), (("old", 4),)))
+    parts = subsets(two_hosts)
+    assert len(set(parts)) == len(parts) and all(0 < len(ranks) < 8 for ranks in parts)
+    for ranks in [(0,), (2,), (4,), (4, 5), (0, 1), (0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 4, 5, 6, 7)]:
+        assert ranks in parts
+    assert (0, 2, 3, 4, 5, 6, 7) in parts or (0, 1, 2, 4, 5, 6, 7) in parts
+    many_hosts = mixed(hosts=((("fast", 2),),) * 3 + ((("old", 4),),) * 3)
+    parts = subsets(many_hosts)
+    for ranks in [(0, 1), (0,), (6, 7, 8, 9), tuple(range(6)), tuple(range(6, 18))]:
+        assert ranks in parts
+    assert tuple(range(14)) in parts  # all but one host
 
 
 @pytest.mark.parametrize(

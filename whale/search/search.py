@@ -359,12 +359,14 @@ class Search(Tries):
 
     def draft_smaller(self) -> None:
         """Drafts candidates on fewer devices: some make the step longer."""
-        if self.settings.num_stages is not None or self.measures[0].zero:
-            return
+        if self.measures[0].zero or not self.budget.smaller:
+            return  # what ranks hold in parts needs all of them
         found: list[Estimate] = []
         for ranks in subsets(self.problem.cluster):
             best = self.best
             below_s = math.inf if best is None else NEARLY * best.score_s
+            if self.estimator.bound(Point(Shape(((ranks,),)), 1)) > below_s:
+                continue  # too few devices, whatever they do
             points = self.points(ranks)
             few = self.budget.estimates // 8
             found += self.estimated(points, self.estimator, few, below_s)[:1]

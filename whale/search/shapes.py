@@ -13,10 +13,10 @@ equal width for each class. Shapes that differ only in which device of a class i
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, permutations, product
 
-from whale.cluster.cluster import Cluster, DeviceKind
+from whale.cluster.cluster import Cluster, Device, DeviceKind
 from whale.search.point import Shape, Stages
 
 FEW_DEVICES = 8
@@ -33,6 +33,8 @@ FEW_PARTS = 6
 MOST_LEFT_ALONE = 64
 """devices of a cluster: of so many one alone may be left out; of more, one changes little
 """
+FIRST_FEW = (1, 2, 4, 8, 16)
+"""so many devices of a class, or hosts, are tried without all others"""
 MOST_SHAPES = 20_000
 """so many are enumerated at most"""
 
@@ -194,21 +196,57 @@ def _even_compositions(runs: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def subsets(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Devices that could train without the others: all but one class, all but one host, on up to
-    `MOST_LEFT_ALONE` all but one device of a class, each once; the largest first.
+    """Devices that could train without the others, each set once, the largest first: some of the
+    classes, some of the hosts, on up to `MOST_LEFT_ALONE` all but one device of a class, and a few
+    devices of one class alone.
     """
     everything = set(range(cluster.num_devices))
     if len(everything) <= FEW_PARTS:
         return _all_subsets(cluster)
     classes = device_classes(cluster)
-    left_out: list[set[int]] = [set(each.ranks) for each in classes]
+    members = [set(each.ranks) for each in classes]
+    kept = _unions(cluster, members)
+    kept += [everything - own for own in members]
     if len(everything) <= MOST_LEFT_ALONE:
-        left_out += [set(each.ranks[-1:]) for each in classes]
-    if len(cluster.hosts) <= MOST_CLASSES:
-        for host in cluster.hosts:
-            left_out.append({each.rank for each in cluster.devices if each.host == host})
-    found = dict.fromkeys(tuple(sorted(everything - out)) for out in left_out)
-    return sorted((each for each in found if each), key=lambda each: (-len(each), each))
+        kept += [everything - set(each.ranks[-1:]) for each in classes]
+        kept += [everything - set(hosts[-1]) for hosts in hosts_alike(cluster)]
+    kept += _unions(cluster, [set(ranks) for hosts in hosts_alike(cluster) for ranks in hosts])
+    for each in classes:
+        kept += [set(each.ranks[:number]) for number in FIRST_FEW if number < len(each.ranks)]
+    found = dict.fromkeys(tuple(sorted(ranks)) for ranks in kept if ranks and ranks != everything)
+    return sorted(found, key=lambda each: (-len(each), each))
+
+
+def _unions(cluster: Cluster, parts: Sequence[set[int]]) -> list[set[int]]:
+    """Some of the parts together: in all ways where they are few (of many devices each part alone
+    and all but one, since what there is to enumerate grows with both), else the first few by speed.
+    """
+    if len(parts) <= MOST_CLASSES:
+        numbers: Sequence[int] = range(1, len(parts))
+        if cluster.num_devices > MOST_LEFT_ALONE:
+            numbers = sorted({1, len(parts) - 1} - {0})
+        chosen = [each for number in numbers for each in combinations(parts, number)]
+    else:
+        devices = cluster.devices
+        by_speed = sorted(
+            parts, key=lambda ranks: -sum(devices[rank].kind.flop_per_s for rank in ranks)
+        )
+        chosen = [tuple(by_speed[:number]) for number in FIRST_FEW if number < len(parts)]
+    return [set().union(*each) for each in chosen]
+
+
+def hosts_alike(cluster: Cluster) -> list[list[tuple[int, ...]]]:
+    """The ranks of every host, those of hosts that are alike together."""
+    by_host: dict[str, list[Device]] = {}
+    for device in cluster.devices:
+        by_host.setdefault(device.host, []).append(device)
+    links = {each.host: replace(each, host="") for each in cluster.host_links}
+    found: dict[object, list[tuple[int, ...]]] = {}
+    for host, devices in by_host.items():
+        kinds = tuple(device.kind for device in devices)
+        key = (kinds, links.get(host), replace(cluster.memories_of(host), host=""))
+        found.setdefault(key, []).append(tuple(device.rank for device in devices))
+    return list(found.values())
 
 
 def _all_subsets(cluster: Cluster) -> list[tuple[int, ...]]:

@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from whale.cluster.cluster import Cluster, Device
+from whale.cluster.cluster import Cluster
 from whale.search.candidate import Candidate
 from whale.search.drafting import DRAFT_TRIES, Drafted
 from whale.search.point import Point, Shape
+from whale.search.shapes import hosts_alike
 
 if TYPE_CHECKING:
     from whale.search.search import Search
@@ -55,7 +56,7 @@ class Slices:
     def of(cluster: Cluster, number: int) -> Slices:
         """Cuts a cluster into so many slices, with the same hosts of every sort in each."""
         places: list[tuple[int, ...]] = []
-        for hosts in _hosts_alike(cluster):
+        for hosts in hosts_alike(cluster):
             per_slice = len(hosts) // number
             for first in range(per_slice):
                 # the same host of every slice, device by device
@@ -98,27 +99,13 @@ class Slices:
         return replace(candidate, replicas=tuple(replicas))
 
 
-def _hosts_alike(cluster: Cluster) -> list[list[tuple[int, ...]]]:
-    """The ranks of every host, those of hosts that are alike together."""
-    by_host: dict[str, list[Device]] = {}
-    for device in cluster.devices:
-        by_host.setdefault(device.host, []).append(device)
-    links = {each.host: replace(each, host="") for each in cluster.host_links}
-    found: dict[object, list[tuple[int, ...]]] = {}
-    for host, devices in by_host.items():
-        kinds = tuple(device.kind for device in devices)
-        key = (kinds, links.get(host), replace(cluster.memories_of(host), host=""))
-        found.setdefault(key, []).append(tuple(device.rank for device in devices))
-    return list(found.values())
-
-
 def slice_numbers(cluster: Cluster, batch_size: int) -> list[int]:
     """Into how many slices a cluster may be cut: into small ones first, then into larger ones, for
     models that do not fit on those. Empty: the cluster is small, or its hosts are not alike.
     """
     if cluster.num_devices <= MOST_DEVICES or cluster.pair_links:
         return []
-    sorts = [(len(hosts), len(hosts[0])) for hosts in _hosts_alike(cluster)]
+    sorts = [(len(hosts), len(hosts[0])) for hosts in hosts_alike(cluster)]
 
     def used(number: int) -> int:
         """Devices in so many slices."""
