@@ -25,9 +25,11 @@ from whale.search.drafting import Drafted
 from whale.search.other_clusters import (
     FASTER_LINK,
     carried_over,
+    devices_alike,
     faster_links,
     on_ranks,
     one_of_each,
+    one_of_each_kind,
     with_card,
 )
 from whale.search.point import Point
@@ -35,7 +37,7 @@ from whale.search.precision import precision_notes
 from whale.search.refusals import fixed_names, is_annotated, none_fits, opened_up
 from whale.search.search import Search, new_search, search
 from whale.search.settings import OpenSettings, settled
-from whale.search.shapes import MOST_CLASSES, device_classes
+from whale.search.shapes import MOST_CLASSES
 from whale.search.tries import SearchProgress
 from whale.simulation.simulate import simulate, step_seconds
 from whale.simulation.timeline import ELSEWHERE, Timeline
@@ -324,12 +326,12 @@ class _Asking:
         """
         cluster = self.problem.cluster
         found: list[tuple[Change, set[int]]] = []
-        for each in device_classes(cluster):
-            rank = each.ranks[-1]
-            is_one = len(each.ranks) == 1
-            alike = "" if is_one else f", or any other of ranks {ranges(each.ranks)}"
-            text = f"without rank {rank} ({each.kind.name}{alike})"
-            found.append((Change(text, math.inf, each.ranks, 1), {rank}))
+        for alike in devices_alike(cluster):
+            rank = alike[-1]
+            kind = cluster.devices[rank].kind.name
+            others = "" if len(alike) == 1 else f", or any other of ranks {ranges(alike)}"
+            text = f"without rank {rank} ({kind}{others})"
+            found.append((Change(text, math.inf, alike, 1), {rank}))
         if 1 < len(cluster.hosts) <= MOST_CLASSES:
             for host in cluster.hosts:
                 ranks = {device.rank for device in cluster.devices if device.host == host}
@@ -359,9 +361,9 @@ class _Asking:
         if cluster.num_devices == 1:
             return None
         best: tuple[RankedPlan, Device] | None = None
-        kinds = {device.kind: device for device in reversed(cluster.devices)}
-        for number, device in enumerate(list(kinds.values())[-MOST_CLASSES:], start=1):
-            self.done.report("one card alone", number, len(kinds))
+        cards = one_of_each_kind(cluster)
+        for number, device in enumerate(cards, start=1):
+            self.done.report("one card alone", number, len(cards))
             found = self._on([device])
             if found.plan is not None and (best is None or found.step_s < best[0].step_s):
                 text = f"{device.kind.name} (rank {device.rank}), {found.text}"

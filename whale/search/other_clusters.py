@@ -10,7 +10,7 @@ from dataclasses import replace
 from whale.cluster.cluster import Cluster, Device, DeviceKind
 from whale.cluster.network import Link
 from whale.search.candidate import Candidate, DeviceGroup
-from whale.search.shapes import MOST_CLASSES
+from whale.search.shapes import MOST_CLASSES, device_classes, hosts_alike
 
 FASTER_LINK = 2.0
 """how much faster the links between hosts are in the question of what that would give"""
@@ -66,7 +66,9 @@ def with_card(candidate: Candidate, more: Cluster) -> Candidate:
 
 
 def faster_links(cluster: Cluster) -> Cluster:
-    """The cluster with links between hosts that are faster, curves and cards with them."""
+    """The cluster with links between hosts that are faster, curves, cards and a measured all-reduce
+    over all hosts with them.
+    """
 
     def faster(link: Link) -> Link:
         curve = tuple((size, FASTER_LINK * rate) for size, rate in link.curve)
@@ -83,13 +85,50 @@ def faster_links(cluster: Cluster) -> Cluster:
         for each in cluster.host_links
     )
     pairs = tuple(replace(each, link=faster(each.link)) for each in cluster.pair_links)
+    measured = cluster.all_reduce
     return replace(
-        cluster, inter_host=faster(cluster.inter_host), host_links=hosts, pair_links=pairs
+        cluster,
+        inter_host=faster(cluster.inter_host),
+        host_links=hosts,
+        pair_links=pairs,
+        all_reduce=None if measured is None else faster(measured),
     )
 
 
 def one_of_each(cluster: Cluster) -> list[Device]:
+    """A device of every kind, then those of the same kinds on other hosts; the first few."""
+    kinds: dict[DeviceKind, Device] = {}
     found: dict[tuple[DeviceKind, str], Device] = {}
     for device in cluster.devices:
-        found.setdefault((device.kind, device.host), device)
-    return list(found.values())[:MOST_CLASSES]
+        first = kinds.setdefault(device.kind, device)
+        if device.host != first.host:
+            found.setdefault((device.kind, device.host), device)
+    return [*kinds.values(), *found.values()][:MOST_CLASSES]
+
+
+def one_of_each_kind(cluster: Cluster) -> list[Device]:
+    """A device of every kind, of many kinds the fastest few and the one with the most memory."""
+    kinds: dict[DeviceKind, Device] = {}
+    for device in cluster.devices:
+        kinds.setdefault(device.kind, device)
+    by_speed = sorted(kinds.values(), key=lambda device: -device.kind.flop_per_s)
+    largest = max(by_speed, key=lambda device: device.kind.memory_bytes)
+    few = by_speed[:MOST_CLASSES]
+    return few if largest in few else [*few, largest]
+
+
+def devices_alike(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Ranks that contribute the same, for every class; where a class is of many hosts, apart for
+    hosts that differ.
+    """
+    sorts = {
+        rank: number
+        for number, hosts in enumerate(hosts_alike(cluster))
+        for ranks in hosts
+        for rank in ranks
+    }
+    found: dict[tuple[int, int], list[int]] = {}
+    for number, each in enumerate(device_classes(cluster)):
+        for rank in each.ranks:
+            found.setdefault((number, sorts[rank]), []).append(rank)
+    return list(map(tuple, found.values()))
