@@ -80,6 +80,17 @@ def test_a_large_classifier_is_split_and_as_fast_as_annotated() -> None:
     assert wh.simulate(found).step_s < wh.simulate(data).step_s
 
 
+def test_a_classifier_is_split_over_some_devices_while_a_slow_one_takes_no_part() -> None:
+    two = devices(2)
+    slow = Device(2, "b", 0, DeviceKind("crawling", 1e8, 10**9, 1e9))
+    three = Cluster((*two.devices, slow), two.intra_host, Link(1e7, 1e-5))
+    plan = planned(Classifier(), three)
+    assert plan.ranks == (0, 1)
+    assert "classifier" in strategy_of(plan) and "split" in strategy_of(plan)
+    alone_s = wh.simulate(planned(Classifier(), two)).step_s
+    assert wh.simulate(plan).step_s == pytest.approx(alone_s)
+
+
 def test_the_loss_follows_the_classifier() -> None:
     """What stands behind the last weights is split with them; what stands before is not."""
     problems: list[Problem] = []

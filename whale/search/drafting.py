@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,10 +11,12 @@ from whale.planning.arrangement import Arrangement, GroupSplit
 from whale.planning.assemble import assemble
 from whale.planning.balance import Order
 from whale.planning.drafts import OrderDrafts
+from whale.planning.join import join
 from whale.planning.planner import fingerprint
 from whale.planning.pricing import typical_share
 from whale.planning.problem import Problem
 from whale.planning.replica_drafts import GroupDrafts
+from whale.planning.replicas import with_precision
 from whale.planning.schedules import ACTION_S
 from whale.planning.stages import Assignment
 from whale.plans.plan import Plan
@@ -22,6 +25,7 @@ from whale.scheduling.check import check
 from whale.scheduling.memory import fits
 from whale.search.candidate import ANY_GRID, CHOSEN, Candidate, DeviceGroup
 from whale.search.candidate_plan import plan_of_candidate
+from whale.search.other_clusters import carried_over
 from whale.search.outline import Outline
 from whale.search.split_parts import split_operations
 from whale.simulation.simulate import figures_in, peak_bytes, step_seconds
@@ -103,8 +107,16 @@ class Drafting:
             is_proved=False,
         )
         is_whole = len(candidate.ranks) == problem.cluster.num_devices
+        is_mixed = any(group.split for each in candidate.replicas for group in each.groups)
+        if candidate.are_alike and is_mixed and not is_whole:
+            return self._draft_part(problem, candidate)
         if not candidate.are_alike or not is_whole:
             return self._draft_replicas(problem, candidate)
+        plan, assignment = self._draft_alike(problem, candidate)
+        return Drafted(candidate, plan, assignment, step_seconds(plan).step_s)
+
+    def _draft_alike(self, problem: Problem, candidate: Candidate) -> tuple[Plan, Assignment]:
+        """Alike replicas on all devices of a problem."""
         first = candidate.replicas[0]
         width = max(first.widths)
         share = typical_share(
@@ -115,8 +127,16 @@ class Drafting:
         arrangement = arrangement_of(candidate, self.outline)
         drafts = OrderDrafts(problem, workload, order, arrangement=arrangement)
         draft = drafts.best()
-        plan = assemble(problem, workload, draft, self.model)
-        return Drafted(candidate, plan, draft.assignment, step_seconds(plan).step_s)
+        return assemble(problem, workload, draft, self.model), draft.assignment
+
+    def _draft_part(self, problem: Problem, candidate: Candidate) -> Drafted:
+        """Devices that split some of their operations, while others take no part."""
+        ranks = candidate.ranks
+        local = carried_over(candidate, ranks)
+        assert local is not None
+        plan, assignment = self._draft_alike(problem_on(problem, ranks), local)
+        joined = with_precision(problem, join(problem, [plan], [ranks], ()))
+        return Drafted(candidate, joined, assignment, step_seconds(joined).step_s)
 
     def _draft_replicas(self, problem: Problem, candidate: Candidate) -> Drafted:
         """Replicas that are not alike, or devices that are left out."""
@@ -135,6 +155,18 @@ class Drafting:
             recompute=_as_setting(candidate.memory.recompute),
             zero=candidate.memory.zero,
         )
+
+
+def problem_on(problem: Problem, ranks: Sequence[int]) -> Problem:
+    """The problem on these devices alone, counted from 0. Float32 products are rounded as with all
+    devices, which start together.
+    """
+    if tuple(ranks) == tuple(range(problem.cluster.num_devices)):
+        return problem
+    devices = [problem.cluster.devices[rank] for rank in ranks]
+    precision = problem.float32_precision if problem.dtype == "tf32" else "highest"
+    cluster = problem.cluster.in_order(devices)
+    return replace(problem, cluster=cluster, float32_precision=precision)
 
 
 def _as_setting(recompute: bool | str | tuple[str, ...]) -> bool | str | list[str]:

@@ -25,7 +25,7 @@ from whale.plans.plan import Plan
 from whale.plans.shares import DoesNotFit, NotEnoughMemory
 from whale.search.budget import Budget
 from whale.search.candidate import Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
-from whale.search.drafting import DRAFT_TRIES, Drafted
+from whale.search.drafting import DRAFT_TRIES, Drafted, problem_on
 from whale.search.marked_estimate import MarkedEstimator
 from whale.search.outline import Outline
 from whale.search.settings import OpenSettings, settled
@@ -151,21 +151,11 @@ class MarkedSearch(Tries):
         key = (rest, ranks or self.everything)
         if key not in self._estimates:
             self.num_estimates += 1
-            cluster = self._on(key[1]).cluster
+            cluster = problem_on(self.problem, key[1]).cluster
             found = self.estimator.seconds(rest.marks, cluster, self.counts)
             best = min(found, default=math.inf)
             self._estimates[key] = best, found.index(best) if found else 0
         return self._estimates[key]
-
-    def _on(self, ranks: tuple[int, ...]) -> Problem:
-        """The problem on these devices alone, counted from 0."""
-        problem = self.problem
-        if ranks == self.everything:
-            return problem
-        devices = [problem.cluster.devices[rank] for rank in ranks]
-        precision = problem.float32_precision if problem.dtype == "tf32" else "highest"
-        cluster = problem.cluster.in_order(devices)
-        return replace(problem, cluster=cluster, float32_precision=precision)
 
     # ---- drafts
 
@@ -216,7 +206,7 @@ class MarkedSearch(Tries):
         return made
 
     def _plan(self, choice: MarkedChoice, tries: int | None) -> tuple[Plan, Assignment]:
-        own = self._on(choice.ranks)
+        own = problem_on(self.problem, choice.ranks)
         placement = self.estimator.placement(choice.rest.marks, own.cluster)
         config = settled(own.config).replace(
             num_micro_batch=choice.num_micro_batch,

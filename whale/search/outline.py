@@ -85,6 +85,13 @@ class Outline:
     whole on every device
     """
 
+    def on(self, problem: Problem) -> Outline:
+        """The outline for some of the devices."""
+        made = replace(self, problem=problem)
+        for key, value in self.__dict__.items():
+            made.__dict__.setdefault(key, value)  # nothing of it depends on who takes part
+        return made
+
     def with_split(self, names: Iterable[str], number: int) -> Outline:
         """The outline with some parameters cut over so many devices."""
         made = replace(self, split=dict.fromkeys(names, number))

@@ -34,7 +34,7 @@ from whale.search.point import Estimate, Point, Shape
 from whale.search.settings import OpenSettings
 from whale.search.shapes import shapes, subsets
 from whale.search.slices import draft_slices
-from whale.search.split_drafts import draft_split, draft_tensor_groups
+from whale.search.split_drafts import draft_split, draft_split_of_parts, draft_tensor_groups
 from whale.search.tries import SearchProgress, Tried, Tries
 
 LOOKED_AT = 3
@@ -94,6 +94,7 @@ class Search(Tries):
         draft_offload(self)
         self.draft_heterogeneous()
         self.draft_smaller()
+        draft_split_of_parts(self)
         self.polish()
 
     def on(self, problem: Problem) -> Search:

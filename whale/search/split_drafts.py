@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from whale.search.candidate import Candidate
+from whale.search.drafting import problem_on
 from whale.search.estimate import Estimator
-from whale.search.point import Estimate
+from whale.search.other_clusters import on_ranks
+from whale.search.point import Estimate, Point, Shape
+from whale.search.shapes import subsets
 from whale.search.splits import split_candidates
 from whale.search.tensor_groups import GroupOutline, TensorGroups, tensor_groups
 
 if TYPE_CHECKING:
     from whale.search.search import Search
 
+PARTS = 4
+"""sets of devices, the fastest, on which operations are split while others take no part"""
 WORTH_A_GRID = 0.98
 """a candidate with a grid is drafted where its estimate is at most this part of the best: such a
 draft takes longer than others
@@ -30,6 +36,34 @@ def draft_split(search: Search) -> None:
             break
         search.report("split operations", number, search.budget.split)
         search.draft(each.candidate)
+
+
+def draft_split_of_parts(search: Search) -> None:
+    """The same on some of the devices: one that is slow, or far from the others, would have to hold
+    and to gather as much as they.
+    """
+    settings = search.settings
+    if not settings.may_split or search.measures[0].zero or not search.budget.split:
+        return
+    parts: list[tuple[float, tuple[int, ...]]] = []
+    for ranks in subsets(search.problem.cluster):
+        bound_s = search.estimator.bound(Point(Shape(((ranks,),)), 1))
+        best = search.best
+        if len(ranks) > 1 and (best is None or bound_s < WORTH_A_GRID * best.score_s):
+            parts.append((bound_s, ranks))
+    parts.sort(key=lambda each: each[0])
+    found: list[tuple[float, Candidate]] = []
+    for _, ranks in parts[:PARTS]:
+        outline = search.outline.on(problem_on(search.problem, ranks))
+        for each in split_candidates(outline, settings, search.most_wide > 1)[:1]:
+            found.append((each.step_s, on_ranks(each.candidate, ranks)))
+    found.sort(key=lambda each: each[0])
+    for number, (step_s, candidate) in enumerate(found[: search.budget.split], start=1):
+        best = search.best
+        if best is not None and step_s > WORTH_A_GRID * best.score_s:
+            break
+        search.report("split operations on fewer devices", number, search.budget.split)
+        search.draft(candidate)
 
 
 def draft_tensor_groups(search: Search) -> None:
