@@ -295,6 +295,3 @@ def _decisions(drafts: Sequence[GroupDraft]) -> tuple[Decision, ...]:
             f"samples {' + '.join(sizes)} of a mini-batch, simulated alone {', '.join(times)}",
         ),
     )
-
-
-__all__ = ["ReplicaSpec", "plan_of_replicas", "refuse_heterogeneous"]

@@ -175,7 +175,7 @@ class _Changes:
     ) -> bool:
         if not self.tries_left:
             return False
-        self.tries_left = self.tries_left - 1
+        self.tries_left -= 1
         self.is_tried = True
         problem = self.problem
         try:

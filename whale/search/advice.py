@@ -20,7 +20,7 @@ from whale.planning.suggestions import with_more
 from whale.plans.plan import Plan
 from whale.search.budget import Budget
 from whale.search.candidate import Candidate, DeviceGroup, ReplicaChoice
-from whale.search.choose import RUNTIME_ADDS, data_parallel, is_kept, why_fixed
+from whale.search.choose import DATA_PARALLEL, RUNTIME_ADDS, data_parallel, is_kept, why_fixed
 from whale.search.drafting import Drafted
 from whale.search.other_clusters import (
     FASTER_LINK,
@@ -60,7 +60,6 @@ CARRIED = 3
 """plans from which the search on a changed cluster starts"""
 OF_A_KIND = 40
 """estimates for each kind of plan that the search did not come to"""
-DATA_PARALLEL = "data parallel"
 HETEROGENEOUS = "replicas that are not alike"
 OWN = "as the script asks for"
 ONE_CARD = "one card alone"

@@ -28,9 +28,12 @@ STRATEGY = "strategy"
 """what the decision of the search is called in a plan"""
 LEAST_GAIN = 0.01
 """of the step: data parallelism is kept where nothing is faster by more"""
+GAIN = f"{100 * LEAST_GAIN:g} %"
+DATA_PARALLEL = "data parallel"
+"""what this plan is called, beside those of the search"""
 RUNTIME_ADDS = (
     f"the search also counts {human_seconds(ACTION_S)} that the runtime adds to each forward and "
-    "backward, and keeps data parallelism where nothing is faster by more than 1 %"
+    f"backward, and keeps data parallelism where nothing is faster by more than {GAIN}"
 )
 """why a plan with a shorter simulated step is not the best"""
 MOST_ALTERNATIVES = 12
@@ -66,7 +69,7 @@ def choose_plan(problem: Problem, progress: Report = silent) -> tuple[Plan, Assi
             raise  # there is no plan yet that could be given
         return _with_decision(problem, plain, "interrupted before other plans were made")
     if plain is not None and is_enough:
-        return _with_decision(problem, plain, "no other plan can be faster by more than 1 %")
+        return _with_decision(problem, plain, f"no other plan can be faster by more than {GAIN}")
     done.run()
     return _best_of(problem, done, plain, refused)
 
@@ -191,7 +194,7 @@ def _best_of(
     compared = others[:2]
     if plain is not None:
         plain_s = step_seconds(plain[0]).step_s
-        compared = [Alternative("data parallel", plain_s), *compared]
+        compared = [Alternative(DATA_PARALLEL, plain_s), *compared]
         # what most people would take instead is listed, however slow it is
         listed = [compared[0], *others[: MOST_ALTERNATIVES - 1]]
         others = sorted(listed, key=lambda each: each.step_s)
@@ -239,7 +242,7 @@ def _with_decision(
     cluster; `others`: plans that were drafted besides.
     """
     plan, assignment = made
-    choice = "data parallel" if best is None else best.candidate.describe()
+    choice = DATA_PARALLEL if best is None else best.candidate.describe()
     decisions = [Decision(STRATEGY, choice, why)]
     left_out = () if best is None else best.candidate.left_out(problem.cluster.num_devices)
     slower = [rank for rank in left_out if rank not in left_over]
