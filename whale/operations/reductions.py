@@ -236,8 +236,8 @@ def class_loss(op: Operation) -> Dims | None:
 
 
 def _ctc(op: Operation) -> Dims | None:
-    """Of (time, sample, class), targets (sample, label) and lengths: losses of the samples and a
-    table of each (`capture/ctc_loss.py`).
+    """The losses of the samples and a table of each (`capture/ctc_loss.py`), from logarithms (time,
+    sample, class), targets (sample, label) and lengths.
     """
     lengths = [("n",), ("n",)]
     return dims([(None, "n", None), ("n", None), *lengths], [("n",), ("n", None, None)])

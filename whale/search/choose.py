@@ -119,9 +119,9 @@ def _refuse_unused_waves(config: Config, is_searched: bool) -> None:
         return
     given = "" if config.is_given("schedule") else ", which is taken where none is given,"
     raise ValueError(
-        f'"num_waves": {config.num_waves} asks for {2 * config.num_waves} chunks on each device, but '
-        f'"schedule": "{config.schedule}"{given} runs one. Try: "schedule": "wave", "interleaved", '
-        '"zero-bubble" or "auto", or leave "num_waves" out'
+        f'"num_waves": {config.num_waves} asks for {2 * config.num_waves} chunks on each device, '
+        f'but "schedule": "{config.schedule}"{given} runs one. Try: "schedule": "wave", '
+        '"interleaved", "zero-bubble" or "auto", or leave "num_waves" out'
     )
 
 

@@ -78,7 +78,7 @@ class Tries:
         return f"{estimates} estimated, {count(len(self.tried), 'plan')} made{sliced}{interrupted}"
 
     def run(self) -> None:
-        """Fills `drafted`; an interrupt ends it with what is there, which is proved all the same."""
+        """Fills `drafted`; an interrupt ends it with what is there, which is proved as well."""
         try:
             self._draft_everything()
         except KeyboardInterrupt:
