@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 from whale.cluster.kinds import DEVICE_KINDS, GIGA, TERA, DeviceKind, device_kind
@@ -233,6 +234,12 @@ class Cluster:
     def link(self, rank_a: int, rank_b: int) -> Link:
         """The link between two ranks."""
         return self.network.link(rank_a, rank_b)
+
+    def ring_bytes_per_s(self, ranks: Sequence[int]) -> float:
+        """The rate of the slowest of the links from each of these ranks to the next, and from the
+        last to the first.
+        """
+        return min(self.link(a, b).bytes_per_s for a, b in pairwise((*ranks, ranks[0])))
 
 
 __all__ = [

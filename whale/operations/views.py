@@ -86,13 +86,17 @@ def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
     while sources and targets:
         left = [sources.pop(0)]
         right = [targets.pop(0)]
-        while (held := prod(before[dim] for dim in left)) != (
-            wanted := prod(after[dim] for dim in right)
-        ):
-            side, rest = (left, sources) if held < wanted else (right, targets)
-            if not rest:
+        held = before[left[0]]
+        wanted = after[right[0]]
+        while held != wanted:
+            if held < wanted and sources:
+                left.append(sources.pop(0))
+                held *= before[left[-1]]
+            elif held > wanted and targets:
+                right.append(targets.pop(0))
+                wanted *= after[right[-1]]
+            else:
                 return found
-            side.append(rest.pop(0))
         found.append((left, right))
     return found
 

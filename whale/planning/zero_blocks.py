@@ -118,7 +118,13 @@ def blocks_of(sharing: Sharing, fractions: Fractions) -> tuple[Block, ...]:
                 continue
             block = _block(layer, states, ranks, even if layer[0] in sharing.tied else shares)
             found.append((sharing.first_use[layer[0]], block))
-    return tuple(block for _, block in sorted(found, key=lambda each: (each[0], each[1].ranks)))
+    return _by_first_use(found)
+
+
+def _by_first_use(found: list[tuple[int, Block]]) -> tuple[Block, ...]:
+    """Blocks in the order of their first use, which is given with each."""
+    found.sort(key=lambda each: (each[0], each[1].ranks))
+    return tuple(block for _, block in found)
 
 
 def grid_blocks(sharing: Sharing, cut: Container[str]) -> tuple[Block, ...]:
@@ -134,7 +140,7 @@ def grid_blocks(sharing: Sharing, cut: Container[str]) -> tuple[Block, ...]:
             shapes = tuple(tuple(states[name].shape) for name in own)
             if own:
                 found.append((sharing.first_use[own[0]], Block(own, shapes, ranks, ())))
-    return tuple(block for _, block in sorted(found, key=lambda each: (each[0], each[1].ranks)))
+    return _by_first_use(found)
 
 
 def _layers(

@@ -187,7 +187,7 @@ class _Placed:
             read, weights = self.estimator.products
             own = 2 * num_samples / len(device.ranks) * read[positions]
             sent = np.minimum(own, 3 * weights[positions]).sum()
-            rate = min(self._ring_rate(ranks) for ranks in device.ranks)
+            rate = min(self.cluster.ring_bytes_per_s(ranks) for ranks in device.ranks)
             found[index] = sent * (device.num_devices - 1) / device.num_devices / rate
         return found
 
@@ -256,8 +256,5 @@ class _Placed:
         """Seconds of an all-reduce."""
         if len(ranks) == 1 or not num_bytes:
             return 0.0
-        return 2 * (len(ranks) - 1) / len(ranks) * num_bytes / self._ring_rate(ranks)
-
-    def _ring_rate(self, ranks: Sequence[int]) -> float:
-        """Bytes a second over the slowest of the links from each rank to the next."""
-        return min(self.cluster.link(a, b).bytes_per_s for a, b in pairwise((*ranks, ranks[0])))
+        rate = self.cluster.ring_bytes_per_s(ranks)
+        return 2 * (len(ranks) - 1) / len(ranks) * num_bytes / rate

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 from whale.cluster.cluster import Cluster
 from whale.search.candidate import ANY_GRID, Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
@@ -112,8 +111,7 @@ def _estimate(
     sent = sum(each.sent_bytes(samples, number) for each in heavy)
     cluster = outline.problem.cluster
     ranks = shape.replicas[0][0]
-    rate = min(cluster.link(a, b).bytes_per_s for a, b in pairwise((*ranks, ranks[0])))
-    return estimate.step_s + num_micro_batch * sent / rate
+    return estimate.step_s + num_micro_batch * sent / cluster.ring_bytes_per_s(ranks)
 
 
 def _candidate(
