@@ -78,7 +78,7 @@ class Gpt(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """As Hugging Face writes it."""
+    """The norm as Hugging Face writes it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ class Case:
             return self.make().double().train()
 
     def cuts(self, num_stages: int) -> list[tuple[str, ...]]:
-        """For each stage its globs, to be used with `wh.annotate`."""
+        """The globs of each stage, to be used with `wh.annotate`."""
         if num_stages not in self.stages:
             raise ValueError(
                 f"{self.name} is cut into {sorted(self.stages)} stages, not {num_stages}."

@@ -158,8 +158,8 @@ def test_only_the_rows_of_a_rank_are_copied(server: ModelServer, stages: int, so
 
 
 def _arrival(_: None, source: str) -> tuple[list[bool], list[bool]]:
-    """At the end of each step but the last: whether the next batch is there, and whether the device
-    is done.
+    """Whether the next batch is there, and whether the device is done, at the end of each step but
+    the last.
     """
     engine = _engine(1)
     device = engine._job.ranks.device

@@ -73,7 +73,7 @@ def the_host_never_comes(strike: Callable[[], None]) -> None:
 
 
 def out_of_memory(strike: Callable[[], None]) -> None:
-    """In the middle of the step: its first actions have enough."""
+    """Takes the memory in the middle of the step: its first actions have enough."""
     run = Executor.run
 
     def run_with_little(self: Executor, *args: object, **options: object) -> object:

@@ -77,7 +77,7 @@ class Positions(nn.Module):
 
 
 def _fingerprints(name: str) -> tuple[str, str]:
-    """Of a model captured for the CPU and for the test device."""
+    """The hashes of a model captured for the CPU and for the test device."""
     use_test_device()
     found = []
     for device in ("cpu", NAME):

@@ -271,7 +271,7 @@ def _overflow(_: None, device: str) -> tuple[dict[str, Any], list[Any], dict[str
 
 
 def test_an_overflow_is_found_on_the_device(server: ModelServer) -> None:
-    """As on the CPU, whose host waits for every norm."""
+    """The weights are those of the CPU, whose host waits for every norm."""
     ((scale, results, weights),) = server.run(_overflow, 1, "auto", backend=BACKEND)
     ((cpu_scale, cpu_results, cpu_weights),) = server.run(_overflow, 1, "cpu")
     assert [skipped for skipped, _, _ in results] == [False, True, False]

@@ -243,8 +243,8 @@ def damage(checkpoint: Path, fault: Fault) -> None:
 
 
 def _await_removals(folder: Path, step: int, previous: Handle | None) -> None:
-    """Of older checkpoints and of what is left of failed saves: a full disk would have space again
-    while the next save is under way.
+    """Waits until older checkpoints and what is left of failed saves are gone: a full disk would
+    have space again while the next save is under way.
     """
     if previous is not None:
         with contextlib.suppress(CheckpointError):

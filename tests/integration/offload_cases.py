@@ -68,7 +68,7 @@ class Placement:
 
     @property
     def config(self) -> dict[str, str]:
-        """As a user asks for it."""
+        """The config of a case as a user writes it."""
         return {
             "optimizer": self.states,
             "weights": self.weights,

@@ -207,7 +207,7 @@ def test_suggest_says_so_and_changes_nothing(server: ModelServer, local: Trace) 
 
 
 def slow_replica(engine: wh.Engine, step: int) -> None:
-    """As if stage 1 of replica 1 had been found three times too slow."""
+    """The plan as if stage 1 of replica 1 had been found three times too slow."""
     if step == NUM_STEPS // 2:
         times = list(predicted_seconds(engine.plan, BATCH_SIZE))
         times[3] *= 3
@@ -263,8 +263,8 @@ def test_a_loader_takes_new_shares_with_its_next_epoch(server: ModelServer) -> N
 
 
 def steps_that_count(prepared: CapturedModel) -> int:
-    """Of steps whose programs all run for the first time, each one in the memory of the
-    one before.
+    """Which steps count where their programs all run for the first time, each one in the memory of
+    the one before.
     """
     with Float64Mode():
         wh.init(wh.Config({"strategy": "data", "adapt": "suggest", "adapt_steps": 100}))

@@ -94,7 +94,7 @@ def shell(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For commands that run in this process: what scripts change is put back."""
+    """Puts back what scripts change, for commands that run in this process."""
     monkeypatch.setattr(sys, "argv", sys.argv[:])
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setattr(session, "config", session.config)
@@ -518,7 +518,7 @@ def is_running(pid: int) -> bool:
 def failure(
     folder: Path, rank: int, exit_code: int, text: str | None = None, time_ns: int = 0
 ) -> ProcessFailure:
-    """As torch's launcher hands it over."""
+    """The failure of a rank as torch's launcher hands it over."""
     file = folder / f"error{rank}.json"
     if text is not None:
         record = {

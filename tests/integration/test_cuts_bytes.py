@@ -128,7 +128,7 @@ def hidden_bytes(name: str) -> int:
 def plan_of(
     name: str, cuts: zoo.Cut | None, num_devices: int, config: dict[str, Any] | None = None
 ) -> wh.Plan:
-    """On V100s behind PCIe; cut at the given layers, or by Whale itself."""
+    """The plan on V100s behind PCIe; cut at the given layers, or by Whale itself."""
     model, layout, prepared = captured(name)
     model = copy.deepcopy(model)  # marks of other plans stay out
     if cuts is not None:

@@ -46,7 +46,7 @@ def powers(batch_size: int) -> Tensor:
 
 
 def masks_of(gradient: Tensor, batch_size: int) -> list[list[int]]:
-    """For each sample the entries that were kept, read from the bits of the gradient."""
+    """The entries of each sample that dropout left, read from the bits of the gradient."""
     numbers = [int(number) // 2 for number in gradient.tolist()]
     return [[number >> sample & 1 for number in numbers] for sample in range(batch_size)]
 

@@ -261,7 +261,7 @@ def test_model_replicas_that_are_not_alike(stub: bool, tmp_path: Path) -> None:
 def test_an_over_full_device_fails_as_a_real_one_would(
     gigabytes: str, message: str, tmp_path: Path
 ) -> None:
-    """With a plan that was made without limits: the planner itself would refuse this cluster."""
+    """The plan was made without limits: the planner itself would refuse this cluster."""
     plan = wh.plan(
         net(), mini_batches()[0], loss=mean_square, cluster=2, config={"num_micro_batch": 2}
     )

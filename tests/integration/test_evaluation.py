@@ -115,8 +115,8 @@ ON_REPLICAS = ("tuple", "dict", "over all samples")
 def evaluate_forms(
     forms: Sequence[str],
 ) -> dict[str, tuple[float | None, Any, Any, dict[str, Tensor]]]:
-    """For each form: loss and outputs with labels, outputs without, and the state after
-    two steps.
+    """Loss and outputs with labels, outputs without, and the state after two steps, for each
+    form.
     """
     found = {}
     for form in forms:

@@ -80,7 +80,7 @@ def run(folder: Path, *words: str | Path) -> str:
 
 
 def losses(printed: str) -> list[float]:
-    """Of the lines of progress."""
+    """The losses that the lines of progress show."""
     return [
         float(text) for text in re.findall(r"^step +\d+.* loss (\d+\.\d+)", printed, re.MULTILINE)
     ]

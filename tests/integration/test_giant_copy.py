@@ -96,7 +96,7 @@ def prepare() -> Subject:
 
 
 def annotate(model: M6MoE) -> None:
-    """As in `giant_models.py`."""
+    """Annotates the model as `giant_models.py` does."""
     wh.set_default_strategy(wh.replicate(NUM_RANKS))
     wh.annotate(model, {"*.experts": wh.split(NUM_RANKS)})
 

@@ -197,8 +197,8 @@ def is_over(sides: tuple[Side, Side]) -> bool:
 
 
 def test_the_slurm_template_starts_every_host(tmp_path: Path) -> None:
-    """With stand-ins for Slurm's commands: 2 hosts, 2 and 1 GPUs, the script's arguments as they
-    were given.
+    """Stand-ins for Slurm's commands start 2 hosts with 2 and 1 GPUs; the script gets its arguments
+    as they were given.
     """
     stands = {
         "scontrol": 'printf "big1\\nsmall1\\n"',

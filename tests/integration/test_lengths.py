@@ -335,7 +335,7 @@ def hugging_face(name: str) -> nn.Module:
 
 
 def padded(step: int) -> dict[str, Tensor]:
-    """As a collator gives them: 20 lengths, padding masked."""
+    """Batches as a collator gives them: 20 lengths, padding masked."""
     length = 6 + 2 * ((7 * step) % 20)
     batch = mini_batch(step, length)
     tokens = batch["tokens"]

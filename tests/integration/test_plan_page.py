@@ -62,7 +62,7 @@ document.body.dataset.found = JSON.stringify({overlaps: found, width: window.inn
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With plan.json, page.html and trace.json, made by the commands."""
+    """A folder with plan.json, page.html and trace.json, made by the commands."""
     folder = tmp_path_factory.mktemp("page")
     (folder / "train.py").write_text(SCRIPT)
     (folder / "cluster.yaml").write_text(CLUSTER)
@@ -152,7 +152,7 @@ def test_the_page_needs_nothing_from_elsewhere(folder: Path) -> None:
 
 
 def test_no_two_texts_of_a_picture_overlap(folder: Path) -> None:
-    """By the widths that letters of a usual font have; the browser's own measure is below."""
+    """Widths are those that letters of a usual font have; the browser's own measure is below."""
     pictures = re.findall(r"<svg.*?</svg>", (folder / "page.html").read_text(), re.DOTALL)
     assert len(pictures) == 4
     for picture in pictures:

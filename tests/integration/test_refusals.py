@@ -264,7 +264,7 @@ def test_bloom_passes_with_weights_and_is_refused_without() -> None:
 
 
 class ProductOfMeans(Net):
-    """As the load-balancing loss of a mixture of experts: two means over the batch, multiplied."""
+    """Two means over the batch, multiplied: the load-balancing loss of a mixture of experts."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.below(x))

@@ -88,7 +88,7 @@ PLANS = [
 
 @pytest.mark.parametrize(("plan", "num_ranks", "name"), PLANS)
 def test_rounding_is_made_good(plan: str, num_ranks: int, name: str) -> None:
-    """To the values of the first holder, with a message."""
+    """All get the values of the first holder, with a message."""
     found = run_ranks(_disturbed, num_ranks, plan, name, num_ranks - 1, 3e-7, {})
     assert [len(said) for _, said in found] == [1] + [0] * (num_ranks - 1)
     assert f"{name} on rank {num_ranks - 1} by " in found[0][1][0]

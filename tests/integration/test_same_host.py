@@ -174,8 +174,8 @@ def numbers(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def sums(groups: list[tuple[int, ...]], sizes: list[int], dtype: torch.dtype) -> list[bool]:
-    """For each of the groups that this rank is in, and each size: whether it got the sum. One
-    message lies in the ring meanwhile.
+    """Whether this rank got the sum, for each of its groups and each size. One message lies in the
+    ring meanwhile.
     """
     same_host_collectives.BLOCK_BYTES = 64 * 1024
     ranks = Ranks("cpu")
@@ -210,7 +210,7 @@ def sums(groups: list[tuple[int, ...]], sizes: list[int], dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_sums_are_those_of_all_ranks(dtype: torch.dtype) -> None:
-    """From fewer numbers than ranks to many blocks, over several groups that share ranks."""
+    """Sums of fewer numbers than ranks, up to many blocks, over several groups that share ranks."""
     groups = [(0, 1), (0, 1, 2, 3), (0, 3), (1, 2, 3)]
     found = run_ranks(sums, 4, groups, [0, 1, 3, 1000, 16_385, 300_001], dtype)
     assert [len(right) for right in found] == [18, 19, 12, 18]

@@ -82,7 +82,7 @@ def test_gradients_in_one_memory_are_not_mixed_up(config: dict[str, Any]) -> Non
 
 
 def traced(function: Any, *shapes: tuple[int, ...]) -> frozenset[str]:
-    """Of parameters `p0`, `p1` and so on of these shapes, those that may share their gradients."""
+    """Those of parameters `p0`, `p1`, ... of these shapes that may share their gradients."""
 
     class Model(nn.Module):
         def __init__(self) -> None:

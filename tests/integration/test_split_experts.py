@@ -41,7 +41,7 @@ def wide() -> Iterator[ModelServer]:
 
 
 def patterns(subject: Subject, grid: tuple[int, int, int]) -> list[str]:
-    """Of the products with experts, as `whale plan` shows them."""
+    """The patterns of the products with experts, as `whale plan` shows them."""
     case = Case("wide mixtral", 4, everything(4, grid), kinds=GPUS)
     with Float64Mode():
         wh.init()

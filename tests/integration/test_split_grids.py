@@ -110,7 +110,7 @@ def test_more_devices_than_heads_experts_or_samples(servers: Servers, model: str
     Case("mixtral", 8, {"model.layers.[01]": ("split", 2, None), "model.layers.[23]": ("split", 2, None)}, {"num_micro_batch": 2}),
 ], ids=lambda case: f"{case.model}-{case.num_ranks}")  # fmt: skip
 def test_pipelines_of_split_stages(servers: Servers, case: Case) -> None:  # noqa: F811
-    """On 8 ranks: 2 replicas x 2 stages x split over 2."""
+    """8 ranks are 2 replicas x 2 stages x split over 2."""
     check(servers, case)
 
 

@@ -36,7 +36,7 @@ def make_batch() -> dict[str, Tensor]:
 
 
 def measure(grid: GridShape) -> tuple[float, float]:
-    """On every rank: (predicted, measured) bytes."""
+    """(predicted, measured) bytes of every rank."""
     pause_in_exchanges()
     return measure_grid(Perceptron, make_batch, grid, {"num_micro_batch": 2})
 

@@ -34,7 +34,7 @@ preload("tests.integration.test_split", "tests.integration.test_split_recompute"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[ModelServer, Trace]]:
-    """With the model captured, and its local training."""
+    """A server with the model captured, and its local training."""
     with ModelServer(prepare_model, "chain") as found:
         yield found, found.run_local(train_locally)
 
@@ -116,12 +116,12 @@ def plan_with(memory_bytes: int, **config: Any) -> wh.Plan:
 
 
 def needed(plan: wh.Plan) -> float:
-    """Of the device that needs most."""
+    """Bytes of the device that needs most."""
     return max(memory.static_bytes + 16 * memory.sample_bytes for memory in plan.memory)
 
 
 def test_memory_decides_what_is_saved() -> None:
-    """With less and less memory: everything saved, gathered again, recomputed; refused at last.
+    """Less and less memory: everything saved, gathered again, recomputed; refused at last.
     Each takes more time.
     """
     free = plan_with(10**12, recompute=False)

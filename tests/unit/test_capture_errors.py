@@ -103,7 +103,7 @@ class Net(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """As the capture does: a module around the user's that is not to be named."""
+    """A module around the user's, as the capture makes one, that is not to be named."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

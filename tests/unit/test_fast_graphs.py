@@ -19,8 +19,8 @@ WIDTH = 8
 
 
 def _packed_mask(batch_size: int, step: int) -> Tensor:
-    """As `transformers` makes it: causal, and only inside one of the texts of a sample, of which
-    positions with `step` 1 show one.
+    """A mask as `transformers` makes it: causal, and only inside one of the texts of a sample, of
+    which positions with `step` 1 show one.
     """
     positions = (torch.arange(LENGTH) * step)[None].expand(batch_size, -1)
     texts = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)

@@ -257,7 +257,7 @@ def test_what_went_out_is_on_its_way_while_the_rest_is_used(
 
 
 def test_a_tensor_that_is_written_to_after_it_was_saved_is_refused(tmp_path: Path) -> None:
-    """As autograd does, which would find it by its version."""
+    """Autograd refuses it, too, which would find it by its version."""
     activations = Activations({0: maker_in(tmp_path).home("host")}, DEVICE, ())
     activations.begin(BackwardOrder.of(ACTIONS), ())
     x = torch.randn(300, requires_grad=True)
@@ -307,7 +307,7 @@ def test_files_of_an_earlier_run_are_removed_unread(tmp_path: Path) -> None:
 
 
 def test_an_old_engine_does_not_remove_the_files_of_the_new_one(tmp_path: Path) -> None:
-    """As in a notebook: the engine of a cell that is run again is let go after the new one is made."""
+    """In a notebook the engine of a cell that is run again is let go after the new one is made."""
     old = SpillFolder(tmp_path, 0, 1)
     old.map("states-0", 8)
     new = SpillFolder(tmp_path, 0, 1)

@@ -170,8 +170,8 @@ def test_a_change_is_offered_if_the_schedule_that_was_asked_for_fits_with_it(
 def test_choices_that_cannot_be_the_fastest_are_left_out_and_nothing_else(
     plain: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With and without the bound below which they are looked at; a bound of 0 leaves out
-    nothing.
+    """The choice is the same with the bound below which they are looked at and without: a bound of
+    0 leaves out nothing.
     """
     looked_at: list[int] = []
     price = PricedCut._price

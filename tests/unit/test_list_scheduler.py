@@ -204,7 +204,7 @@ class FinishingSearch(OrderSearch):
 def run_everything(
     rows: Jobs, durations: Sequence[float], needs: Needs, *_: object
 ) -> tuple[list[float], list[int]]:
-    """In the place of `exchanges._run_again`: after an exchange everything is run again."""
+    """Stands for `exchanges._run_again`: after an exchange everything is run again."""
     return run_in_order(rows, durations, needs)
 
 

@@ -81,7 +81,7 @@ def test_layers_are_the_outermost_numbered_modules_and_what_is_beside_them(
 
 
 def test_a_region_alone_computes_what_its_module_does(captured: CapturedGraph) -> None:
-    """With the weights that the region has: all 0.02."""
+    """The weights are those that the region has: all 0.02."""
     (region,) = regions_of_modules(captured, ["body.h.1"])
     timed = TimedRegion(captured, region, Ranks("cpu"))
     block = Block(WIDTH)

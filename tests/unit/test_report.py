@@ -376,7 +376,7 @@ def test_a_crafted_plan_file_executes_nothing(tmp_path: Path, kind: str) -> None
 
 
 def test_plans_and_timelines_show_themselves_in_a_notebook() -> None:
-    """As what `whale plan --html` shows, and harmless to the page around it."""
+    """They look as what `whale plan --html` writes, and do no harm to the page around them."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     batch = (torch.randn(8, 4),)
     plan = wh.plan(model, batch, loss=lambda output, _: output.sum(), cluster=2)

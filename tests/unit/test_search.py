@@ -270,7 +270,7 @@ def test_the_plan_that_is_taken_is_within_every_memory(monkeypatch: pytest.Monke
 
 
 def test_memory_is_proved_without_times() -> None:
-    """In the same account as that of the simulation, device by device."""
+    """The account is the same as that of the simulation, device by device."""
     for plan in (plan_of(), plan_of(zero=3, strategy="data"), plan_of(Normed())):
         simulated = [device.peak_total_bytes for device in wh.simulate(plan).devices]
         assert peak_bytes(plan) == pytest.approx(simulated, rel=1e-12)

@@ -239,8 +239,8 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("shape", [(1, 4, 1), (2, 2, 1), (2, 2, 2), (1, 2, 4)])
 def test_three_of_many_equal_layers_say_it_all(shape: tuple[int, int, int]) -> None:
-    """As cheap as with all seven layers looked at, but for what layers at the ends could gain by
-    themselves.
+    """The result is as cheap as with all seven layers looked at, but for what layers at the ends
+    could gain by themselves.
     """
     space = layers_space()
     grid = Grid(*shape)

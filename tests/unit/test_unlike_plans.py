@@ -144,7 +144,7 @@ def plan(request: pytest.FixtureRequest, plan_on: Callable[..., Plan]) -> Plan:
 
 @pytest.mark.parametrize("batch_size", [BATCH_SIZE, 47, 20, 200])
 def test_every_sample_is_run_once(plan: Plan, batch_size: int) -> None:
-    """By the devices of a stage together, whatever the size of the mini-batch, and in order."""
+    """The devices of a stage run it together, whatever the size of the mini-batch, and in order."""
     counted = [0] * batch_size
     for view in plan.by_template:
         samples = SampleMap(view, batch_size, view.num_micro_batch)
@@ -349,7 +349,7 @@ def whys(plan: Plan) -> set[str]:
 
 
 def test_ranks_may_be_left_out(plan_on: Callable[..., Plan], tmp_path: Path) -> None:
-    """By a search: the plan says so, is simulated and drawn without them."""
+    """A search leaves them out: the plan says so, is simulated and drawn without them."""
     for replicas in ([stages([0]), stages([3], [1])], [stages([3]), stages([1])]):
         plan = plan_on(["T4"] * 5, replicas, may_leave_out=True)
         assert plan.left_out == tuple(

@@ -159,7 +159,7 @@ class BrokenOnce(CountingHome):
 
 @pytest.mark.parametrize("where", ["begin", "wait"])
 def test_a_block_whose_fetch_failed_is_fetched_again(where: str) -> None:
-    """By a script that catches Ctrl-C, or an error, and continues."""
+    """A script catches Ctrl-C, or an error, and continues."""
     home = BrokenOnce(where)
     pool = Pool([4, 4], [0, 0], [torch.float32] * 2, "cpu")
     residence = Residence(pool, home)
