@@ -156,7 +156,11 @@ def test_advise_ranks_what_the_script_asks_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "marks", "job"),
     [
-        ({}, {}, "A job takes 1 stage on 1 device, 1 micro-batch, 143 us: the search also counts"),
+        (
+            {},
+            {},
+            "A job takes 1 stage on 2 devices with .* split, .*, 142 us: the search also counts",
+        ),
         ({"num_micro_batch": 2}, {}, 'A job keeps "num_micro_batch": 2; these plans leave that'),
         ({}, {"*": 7}, "would be refused: .* without annotations"),
     ],
