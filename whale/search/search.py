@@ -366,7 +366,8 @@ class Search(Tries):
         for ranks in subsets(self.problem.cluster):
             best = self.best
             below_s = math.inf if best is None else NEARLY * best.score_s
-            if self.estimator.bound(Point(Shape(((ranks,),)), 1)) > below_s:
+            bound_s = self.estimator.bound(Point(Shape(((ranks,),)), 1))
+            if bound_s > below_s or not self._could_hold(ranks):
                 continue  # too few devices, whatever they do
             points = self.points(ranks)
             few = self.budget.estimates // 8
@@ -378,6 +379,17 @@ class Search(Tries):
                 break
             self.report("fewer devices", number, self.budget.smaller)
             self.draft(self.candidate_of(estimate))
+
+    def _could_hold(self, ranks: Sequence[int]) -> bool:
+        """Whether weights, gradients and optimizer state fit on these devices together."""
+        devices = self.problem.cluster.devices
+        memories = [devices[rank].kind.memory_bytes for rank in ranks]
+        return not all(memories) or self._static_bytes <= sum(memories)
+
+    @cached_property
+    def _static_bytes(self) -> float:
+        """Bytes of weights, gradients and optimizer state, each held once."""
+        return float(self.outline.static_bytes(False).sum())
 
     # ---- polish
 
