@@ -13,16 +13,24 @@ from whale.search.point import Estimate
 if TYPE_CHECKING:
     from whale.search.search import Search
 
+WORTH_PARTS = 0.99
+"""optimizer states in parts are drafted for speed alone where their estimate is at most this part of the
+best
+"""
 OFFLOADED = 2
 """candidates of one choice of homes that are drafted until one fits"""
 
 
 def draft_zero(search: Search) -> None:
-    """What ranks hold alike in parts."""
+    """What ranks hold alike in parts: all levels where memory is short, or the user asks for it; else
+    optimizer states, since each rank then updates a part of the weights only.
+    """
     further = [each for each in search.measures[1:] if not each.offload.is_any]
-    is_wanted = search.is_short or search.settings.zero_for_speed
+    is_asked = search.is_short or search.settings.zero_for_speed
     most = search.budget.zero or int(search.best is None)
-    if not further or not is_wanted or not most:
+    if not is_asked:
+        further = further[:1]
+    if not further or not most:
         return
     found: list[tuple[Estimate, MemoryChoice]] = []
     for memory in further:
@@ -30,7 +38,8 @@ def draft_zero(search: Search) -> None:
     found.sort(key=lambda each: each[0].step_s)
     for number, (estimate, memory) in enumerate(found[:most], start=1):
         best = search.best
-        if best is not None and estimate.step_s > best.score_s:
+        worth = 1.0 if is_asked else WORTH_PARTS
+        if best is not None and estimate.step_s > worth * best.score_s:
             break
         search.report("ZeRO", number, most)
         search.draft(search.candidate_of(estimate, memory))

@@ -33,9 +33,9 @@ class OpenSettings:
     number is given
     """
     zero: int | None = 0
-    """the level of ZeRO; None: open, for where memory is short"""
+    """the level of ZeRO; None: open, level 1 also where memory is not short"""
     zero_for_speed: bool = False
-    """levels of ZeRO are compared also where memory is not short: the user said "auto" """
+    """all levels of ZeRO are compared also where memory is not short: the user said "auto" """
     homes: tuple[Try, ...] = ()
     """what may be at home outside of the devices where memory is short, that which moves least
     first
