@@ -48,12 +48,12 @@ QUICK = Budget(
     cut_moves=60,
     drafts=3,
     heterogeneous=1,
-    smaller=0,
-    split=0,
-    tensor=0,
-    zero=1,
-    neighbours=4,
-    polished=0,
+    smaller=1,
+    split=1,
+    tensor=1,
+    zero=3,
+    neighbours=8,
+    polished=1,
 )
 """of the searches on changed clusters"""
 CARRIED = 3
