@@ -14,8 +14,12 @@ from whale.cluster.cluster import Cluster, Device, DeviceKind, Link
 from whale.operations.nodes import op_name
 from whale.planning.problem import Problem
 from whale.plans.plan import Plan
+from whale.search.budget import Budget
+from whale.search.candidate import MemoryChoice
 from whale.search.drafting import actions_seconds
+from whale.search.memory_drafts import estimates_with
 from whale.search.outline import Outline
+from whale.search.search import new_search
 from whale.search.settings import OpenSettings
 from whale.search.split_parts import split_operations
 from whale.search.tensor_groups import tensor_groups
@@ -148,6 +152,18 @@ def test_states_in_parts_are_taken_where_updates_take_long() -> None:
     by_hand_s = score_s(strategy="data", zero=1)
     assert by_hand_s < 0.97 * score_s(strategy="data")
     assert score_s() <= 1.01 * by_hand_s
+
+
+def test_levels_on_one_stage_are_estimated_however_many_pipelines_there_are() -> None:
+    """By the guess all pipelines come before one stage, whose all-reduce takes long."""
+    problems: list[Problem] = []
+    cluster = devices(4, link=1e7)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)), Mean())
+    with planning_only(4, cluster, problems.append):
+        wh.plan(model, torch.randn(BATCH, 512), cluster=cluster, config={"strategy": "data"})
+    search = new_search(problems[0], OpenSettings(zero=None), Budget(estimates=8))
+    found = estimates_with(search, MemoryChoice(zero=1))
+    assert {each.point.shape.num_stages == 1 for each in found} == {True, False}
 
 
 def test_a_level_that_is_set_holds() -> None:

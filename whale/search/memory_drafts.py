@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from whale.planning.offload_auto import Try, too_many_bytes
 from whale.search.candidate import MemoryChoice
-from whale.search.point import Estimate
+from whale.search.point import Estimate, Point
 
 if TYPE_CHECKING:
     from whale.search.search import Search
@@ -34,7 +34,7 @@ def draft_zero(search: Search) -> None:
         return
     found: list[tuple[Estimate, MemoryChoice]] = []
     for memory in further:
-        found += [(estimate, memory) for estimate in _estimated(search, memory)[:2]]
+        found += [(estimate, memory) for estimate in estimates_with(search, memory)[:2]]
     found.sort(key=lambda each: each[0].step_s)
     for number, (estimate, memory) in enumerate(found[:most], start=1):
         best = search.best
@@ -60,7 +60,7 @@ def draft_offload(search: Search) -> None:
         if too_many_bytes(search.problem, memory.offload) is not None:
             continue
         search.report("offload", number, len(homes))
-        for estimate in _estimated(search, memory)[:OFFLOADED]:
+        for estimate in estimates_with(search, memory)[:OFFLOADED]:
             best = search.best
             if best is not None and estimate.step_s > best.score_s:
                 break
@@ -69,10 +69,17 @@ def draft_offload(search: Search) -> None:
                 break
 
 
-def _estimated(search: Search, memory: MemoryChoice) -> list[Estimate]:
+def estimates_with(search: Search, memory: MemoryChoice) -> list[Estimate]:
     """Estimates with one measure against a lack of memory, the best first."""
     estimator = search.estimator_of(memory)
-    points = search.points(estimator=estimator)
-    if not memory.offload.is_any:  # a device that shares with no other one gains nothing
-        points = (point for point in points if point.shape.widest > 1)
-    return search.estimated(points, estimator, search.budget.estimates // 8)
+    one_stage: list[Point] = []
+    pipelines: list[Point] = []
+    for point in search.points(estimator=estimator):
+        # without offload a device that shares with no other one gains nothing
+        if memory.offload.is_any or point.shape.widest > 1:
+            (one_stage if point.shape.num_stages == 1 else pipelines).append(point)
+    # apart: by the guess, pipelines come first where much is all-reduced, however slow they are
+    few = search.budget.estimates // 8
+    found = search.estimated(one_stage, estimator, few)
+    found += search.estimated(pipelines, estimator, few)
+    return sorted(found, key=lambda each: each.step_s)
