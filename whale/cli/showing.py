@@ -51,6 +51,8 @@ def doctor(
 
     facts = all_facts()
     table = Table(title="whale doctor", show_header=False)
+    for name in ("section", "name", "value", "mark", "advice"):
+        table.add_column(name, overflow="fold")
     section = ""
     for fact in facts:
         if fact.section != section:
@@ -60,7 +62,7 @@ def doctor(
         table.add_row(
             fact.section,
             fact.name,
-            Text(fact.value, overflow="fold"),
+            Text(fact.value),
             mark[fact.status],
             fact.advice,
         )
@@ -230,7 +232,7 @@ def config() -> None:
         return
     table = Table(show_lines=True)
     for name in ("key", "type", "default", "meaning"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for row in rows():
         table.add_row(*map(Text, row))
     console.print(table)

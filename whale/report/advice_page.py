@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from whale.plans.blocks import Memory
+from whale.report.fit_table import add_row, make_table, wide_console
 from whale.report.plan_page import Cell, Figure, Sheet
 from whale.report.svg import render
-from whale.report.tables import ON_MEMORY, add_row, make_table, memories_beside, wide_console
+from whale.report.tables import ON_MEMORY, memories_beside
 from whale.search.advice import ONE_CARD, Advice, Change, OneCard, RankedPlan
 from whale.units import compared, human_bytes, human_rate, human_seconds
 

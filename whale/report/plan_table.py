@@ -17,15 +17,12 @@ from rich.text import Text
 from whale.plans.plan import Crossing, Plan
 from whale.plans.samples import SampleMap
 from whale.plans.shares import micro_batch_sizes
+from whale.report.fit_table import add_row, add_words, make_table, wide_console
 from whale.report.tables import (
-    add_row,
-    add_words,
     away_table,
-    make_table,
     memory_table,
     prediction,
     sharding_tables,
-    wide_console,
     work_table,
 )
 from whale.scheduling.action import Schedule
@@ -73,7 +70,7 @@ def replicas_of(view: Plan) -> str:
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Prints the plan, at least 120 columns wide; without a terminal it has no colours."""
+    """Prints the plan, as wide as the terminal; without one it has no colours."""
     console = console or wide_console()
     console.print(render_plan(plan))
 
@@ -138,7 +135,7 @@ def _devices(plan: Plan) -> Table:
         "mini-batch: of a device on average)"
     )
     words = ("VirtualDevice", "stages", "replica", "ranks", "kind", "samples")
-    table = make_table(title, words, ("FLOP", "parameters", "time"))
+    table = make_table(title, words, ("FLOP", "parameters", "time"), num_keys=4)
     samples = SampleMap.planned(plan)
     shown = num_shown(plan.num_replicas, SHOWN_REPLICAS)
     for device in plan.virtual_devices:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from whale.emulation.pace import MOST_OVERRUNS
 from whale.emulation.timeline import PREDICTION_FILE, Event, RankRecord, read_records
+from whale.report.fit_table import add_row, make_table
 from whale.report.timeline import LEGEND, picture
 from whale.scheduling.action import in_words, parse_action
 from whale.simulation.timeline import ALL_REDUCE
@@ -153,8 +154,8 @@ def print_rehearsal(folder: Path, console: Console) -> bool:
     rehearsal = read_rehearsal(folder)
     if rehearsal is None:
         console.print(
-            "emulation: no rank finished two steps (the first one is not counted), so there is "
-            "nothing to compare",
+            "emulation: no step was left to compare (the first one is not counted, nor are those "
+            "before the times were stretched once more); train for more steps",
             markup=False,
         )
         return True
@@ -166,13 +167,15 @@ def print_rehearsal(folder: Path, console: Console) -> bool:
     text = [
         f"\npredicted, {human_seconds(rehearsal.predicted_step_s)} with the update of the "
         "weights, which is not emulated",
-        picture(rehearsal.predicted, labels, rehearsal.predicted_step_s),
+        picture(rehearsal.predicted, labels, rehearsal.predicted_step_s, console.width),
         f"\nmeasured, the last step, {human_seconds(last_s)}",
-        picture(rehearsal.measured, labels, last_s),
-        LEGEND,
+        picture(rehearsal.measured, labels, last_s, console.width),
     ]
     console.print("\n".join(text), markup=False, highlight=False, soft_wrap=True)
+    console.print(LEGEND, markup=False, highlight=False)
+    console.print()
     console.print(_table(rehearsal))
+    console.print()
     num_steps = len(rehearsal.records[0].steps)
     console.print(
         f"step up to the last all-reduce of gradients: measured {human_seconds(step_s)} (median of "
@@ -198,18 +201,12 @@ def print_rehearsal(folder: Path, console: Console) -> bool:
 
 
 def _table(rehearsal: Rehearsal) -> Table:
-    table = Table()
-    for name in (
-        "rank",
-        "device",
-        "busy",
-        "wait",
-        "idle",
-        "busy, predicted",
-        "memory at its peak",
-        "of",
-    ):
-        table.add_column(name, justify="left" if name == "device" else "right")
+    table = make_table(
+        "Devices in the last step (memory: at its fullest moment)",
+        ("rank", "device"),
+        ("busy", "wait", "idle", "busy, predicted", "memory", "of"),
+        num_keys=2,
+    )
     last_s = rehearsal.last_step_s
     for record, measured, predicted in zip(
         rehearsal.records, rehearsal.measured, rehearsal.predicted, strict=True
@@ -218,7 +215,8 @@ def _table(rehearsal: Rehearsal) -> Table:
         ideal = shares(predicted, rehearsal.predicted_gradients_s)
         cells = [f"{100 * share:.1f} %" for share in (now.busy, now.wait, now.idle, ideal.busy)]
         peak = human_bytes(sum(record.peak_bytes.values()))
-        table.add_row(
+        add_row(
+            table,
             str(record.rank),
             f"{record.kind} on {record.host}",
             *cells,

@@ -12,8 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +21,7 @@ from whale.plans.blocks import Memory
 from whale.plans.plan import Plan, Stage
 from whale.plans.samples import num_samples_by_rank
 from whale.plans.sharding import StageSharding
+from whale.report.fit_table import add_row, add_words, make_table
 from whale.simulation.memory import CLASSES
 from whale.simulation.timeline import ELSEWHERE, DeviceTimeline, Timeline
 from whale.units import human_bytes, human_flop, human_rate, human_seconds, num_shown, ranges
@@ -31,50 +31,6 @@ SHOWN_OPERATIONS = 24
 SHOWN_NAMES = 8
 OperationRow = tuple[str, str, str, str, str]
 """operation, times, pattern, sent each, why"""
-
-
-# ---- how tables look
-
-
-LEAST_WIDTH = 120
-"""columns: in narrower tables rank and device would be squeezed out"""
-
-
-def wide_console() -> Console:
-    """The console for tables: as wide as the terminal, and at least `LEAST_WIDTH` columns. A narrow
-    terminal breaks long lines itself.
-    """
-    console = Console()
-    return console if console.width >= LEAST_WIDTH else Console(width=LEAST_WIDTH)
-
-
-def make_table(title: str, words: Sequence[str], numbers: Sequence[str] = ()) -> Table:
-    """An empty table with columns of words, which wrap, and then columns of numbers, which do
-    not.
-    """
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="dim",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-    )
-    for name in words:
-        add_words(table, name)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def add_words(table: Table, name: str) -> None:
-    table.add_column(name, overflow="fold")
-
-
-def add_row(table: Table, *cells: str) -> None:
-    """Cells as they are: square brackets of globs and code are no markup."""
-    table.add_row(*map(Text, cells))
 
 
 # ---- devices
@@ -103,7 +59,10 @@ def work_table(plan: Plan, timeline: Timeline) -> Table:
         "gradients)"
     )
     table = make_table(
-        title, ("rank", "device", "stages", "layers"), ("samples", "FLOP", "busy", "wait", "idle")
+        title,
+        ("rank", "device", "stages", "layers"),
+        ("samples", "FLOP", "busy", "wait", "idle"),
+        num_keys=2,
     )
     counts = samples_by_rank(plan)
     for device in timeline.devices[: num_devices_shown(timeline)]:
@@ -133,6 +92,7 @@ def memory_table(timeline: Timeline) -> Table:
         "Memory at its fullest moment in a step",
         ("rank", "device"),
         (*CLASSES, "in all", "of", *(ON_MEMORY[memory] for memory in beside)),
+        num_keys=2,
     )
     for device in timeline.devices[: num_devices_shown(timeline)]:
         parts = (human_bytes(device.peak_bytes[name]) for name in CLASSES)

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.text import Text
 
 from whale.plans.plan import Plan
+from whale.report.fit_table import wide_console
 from whale.report.plan_table import summary
 from whale.report.tables import (
     memory_table,
     num_devices_shown,
     prediction,
-    wide_console,
     work_table,
 )
 from whale.simulation.timeline import ALL_REDUCE, Timeline
@@ -23,7 +23,8 @@ from whale.simulation.timeline import ALL_REDUCE, Timeline
 Event = tuple[str, float, float]
 """(action, start, end) in seconds"""
 WIDTH = 100
-"""columns of time in a picture"""
+"""columns of time in a picture, at most"""
+LEAST_WIDTH = 40
 FORWARDS = "0123456789"
 BACKWARDS = "abcdefghij"
 WEIGHT_GRADIENT = "+"
@@ -35,18 +36,26 @@ LEGEND = (
 )
 
 
-def picture(rows: Sequence[Sequence[Event]], labels: Sequence[str], step_s: float) -> str:
-    """One row of text for each rank, time from left to right."""
+def picture(
+    rows: Sequence[Sequence[Event]],
+    labels: Sequence[str],
+    step_s: float,
+    columns: int | None = None,
+) -> str:
+    """One row of text for each rank, time from left to right. `columns`: of the terminal, which no
+    row leaves.
+    """
     wide = max(map(len, labels)) + 2
+    width = WIDTH if columns is None else max(LEAST_WIDTH, min(WIDTH, columns - wide))
     lines = []
     for events, label in zip(rows, labels, strict=True):
-        cells = [IDLE] * WIDTH
+        cells = [IDLE] * width
         for name, start, end in events:
             mark = _mark(name)
             if mark:
-                first = round(start / step_s * WIDTH)
-                last = round(end / step_s * WIDTH)
-                cells[first:last] = mark * (min(last, WIDTH) - first)
+                first = round(start / step_s * width)
+                last = round(end / step_s * width)
+                cells[first:last] = mark * (min(last, width) - first)
         lines.append((label.ljust(wide) + "".join(cells)).rstrip())
     return "\n".join(lines)
 
@@ -63,7 +72,7 @@ def _mark(name: str) -> str:
 
 
 def print_timeline(plan: Plan, timeline: Timeline, console: Console | None = None) -> None:
-    """Prints the step, at least 120 columns wide; without a terminal it has no colours."""
+    """Prints the step, as wide as the terminal; without one it has no colours."""
     console = console or wide_console()
     console.print(Text(summary(plan), style="bold"))
     console.print()
@@ -72,7 +81,10 @@ def print_timeline(plan: Plan, timeline: Timeline, console: Console | None = Non
     shown = timeline.devices[: num_devices_shown(timeline)]
     rows = [device.events for device in shown]
     drawn = picture(
-        rows, [f"rank {device.rank} {device.kind}" for device in shown], timeline.step_s
+        rows,
+        [f"rank {device.rank} {device.kind}" for device in shown],
+        timeline.step_s,
+        console.width,
     )
     console.print(Text(drawn, no_wrap=True, overflow="ignore"), soft_wrap=True)
     if len(timeline.devices) > len(shown):

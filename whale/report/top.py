@@ -12,8 +12,20 @@ from rich.live import Live
 from rich.table import Table
 
 from whale.metric_files import last_metrics, read_finished
+from whale.report.fit_table import add_row, make_table
 from whale.units import human_age, human_bytes, human_seconds
 
+COLUMNS = (
+    "step",
+    "samples/s",
+    "step time",
+    "compute",
+    "comm.",
+    "bubble",
+    "MFU",
+    "memory",
+    "last seen",
+)
 STALE_S = 10.0  # a rank that wrote nothing for so long is marked
 
 
@@ -29,28 +41,15 @@ def metrics_table(
         f"{ended}step {newest['step']}: loss {newest['loss']:.6g}, gradient norm "
         f"{newest['grad_norm']:.4g}, learning rate {newest['lr']:.4g}"
     )
-    # narrow enough for a terminal of 80 columns
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in (
-        "rank",
-        "step",
-        "samples/s",
-        "step time",
-        "compute",
-        "comm.",
-        "bubble",
-        "MFU",
-        "memory",
-        "last seen",
-    ):
-        table.add_column(name, justify="right")
+    table = make_table(title, ("rank",), COLUMNS)
     for rank, line in lines.items():
         if line is None:
-            table.add_row(str(rank), *["-"] * 9)
+            add_row(table, str(rank), *["-"] * len(COLUMNS))
             continue
         total = line["total_s"]
         age = now - line["time"]
-        table.add_row(
+        add_row(
+            table,
             str(rank),
             str(line["step"]),
             f"{line['samples_per_s']:.1f}",
