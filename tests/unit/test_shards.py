@@ -199,10 +199,11 @@ def test_the_printed_plan_shows_patterns_bytes_and_what_runs_whole(plan: Plan) -
     print_plan(revise(plan, shardings=(sharding,), figures=None), console)
     lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
     assert (
-        "Stage 1 on a grid 2 x 2 x 1 (sent: by one device for 6 samples, forward and backward; "
-        "8.00 MB in all)" in lines
+        "Operations of stage 1 on a grid of 2 x 2 devices, axes x and y (sent: by one device for 6 "
+        "samples, forward and backward; 8.00 MB in all)" in lines
     )
-    assert f"blocks.*.up: linear 2 column over y 3.00 MB {why}" in lines
+    why_in_words = "next best is row-parallel over y: 2 ms more"
+    assert f"blocks.*.up: linear 2 column-parallel over y 3.00 MB {why_in_words}" in lines
     assert (
         "model: cross_entropy_loss 1 by classes over x 2.00 MB the only way" in lines
     )  # what it tells others is sent, too

@@ -217,7 +217,7 @@ def _alternatives(plan: Plan, timeline: Timeline) -> Sheet | None:
 def _sharding_section(plan: Plan, sharding: StageSharding) -> tuple[str, Sheet, list[str]]:
     """Heading, operations and remarks of a stage on a grid."""
     rows = []
-    for what, times, pattern, sent, why in tables.sharding_rows(sharding):
+    for what, times, pattern, sent, why in tables.sharding_rows(plan, sharding):
         rows.append((what, pattern, why, times, sent))
     sheet = Sheet(("operation", "pattern", "why"), ("times", "sent each"), rows)
     return tables.sharding_title(plan, sharding), sheet, tables.sharding_remarks(sharding)

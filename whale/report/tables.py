@@ -18,6 +18,7 @@ from rich.text import Text
 
 from whale.names import listed
 from whale.plans.blocks import Memory
+from whale.plans.grid import Grid
 from whale.plans.plan import Plan, Stage
 from whale.plans.samples import num_samples_by_rank
 from whale.plans.sharding import StageSharding
@@ -258,7 +259,7 @@ def _sharding_table(plan: Plan, sharding: StageSharding) -> list[RenderableType]
     add_words(table, "pattern")
     table.add_column("sent each", justify="right", no_wrap=True)
     add_words(table, "why")
-    found = sharding_rows(sharding)
+    found = sharding_rows(plan, sharding)
     shown = num_shown(len(found), SHOWN_OPERATIONS)
     for row in found[:shown]:
         add_row(table, *row)
@@ -268,26 +269,50 @@ def _sharding_table(plan: Plan, sharding: StageSharding) -> list[RenderableType]
 
 
 def sharding_title(plan: Plan, sharding: StageSharding) -> str:
-    grid = plan.virtual_devices[plan.stages[sharding.stage].virtual_device].grid
-    assert grid is not None
+    grid = _grid_of(plan, sharding)
+    devices = f"{grid.num_devices} devices"
+    if len(grid.axes) > 1:
+        shape = " x ".join(str(grid.size(axis)) for axis in grid.axes)
+        devices = f"a grid of {shape} devices, axes {' and '.join(grid.axes)}"
     total = sharding.sent_bytes + sum(
         operation.exchanged_bytes for operation in sharding.operations
     )
     return (
-        f"Stage {sharding.stage} on a grid {grid.name} (sent: by one device for "
+        f"Operations of stage {sharding.stage} on {devices} (sent: by one device for "
         f"{sharding.num_samples} samples, forward and backward; {human_bytes(total)} in all)"
     )
 
 
-def sharding_rows(sharding: StageSharding) -> list[OperationRow]:
+def _grid_of(plan: Plan, sharding: StageSharding) -> Grid:
+    grid = plan.virtual_devices[plan.stages[sharding.stage].virtual_device].grid
+    assert grid is not None
+    return grid
+
+
+def _in_words(text: str, grid: Grid) -> str:
+    """A pattern or a reason as people say it: `column over y` is `column-parallel` on devices in a
+    row, whatever axis of the grid that is, and `column-parallel over y` on a grid of several axes.
+    """
+    text = re.sub(r"\b(column|row) over\b", r"\1-parallel over", text)
+    return text if len(grid.axes) > 1 else re.sub(r" over [xyz]\b", "", text)
+
+
+def sharding_rows(plan: Plan, sharding: StageSharding) -> list[OperationRow]:
     """Operations in order, those of like layers together."""
+    grid = _grid_of(plan, sharding)
     found: Counter[tuple[str, str, float, str]] = Counter()
     for each in sharding.operations:
         found[
             _layer_free(each.what), each.pattern, each.sent_bytes + each.exchanged_bytes, each.why
         ] += 1
     return [
-        (what, str(times), pattern, human_bytes(sent) if sent else "-", why)
+        (
+            what,
+            str(times),
+            _in_words(pattern, grid),
+            human_bytes(sent) if sent else "-",
+            _in_words(why, grid),
+        )
         for (what, pattern, sent, why), times in found.items()
     ]
 
