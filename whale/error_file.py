@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
@@ -20,11 +22,12 @@ def error_file() -> Path | None:
     return None if path is None else Path(path)
 
 
-def write_error(file: Path, text: str) -> None:
-    """Writes an error in the form that torch's launcher reads."""
+def write_error(file: Path, text: str, more: Mapping[str, Any] | None = None) -> None:
+    """Writes an error in the form that torch's launcher reads. `more`: for our own launcher."""
     now = time.time_ns()
     record = {
         "message": {"message": text, "extraInfo": {"timestamp": str(now // 10**9)}},
         "time_ns": now,
+        **(more or {}),
     }
     file.write_text(json.dumps(record))

@@ -6,7 +6,8 @@ rank failed first and why.
                      would, and writes down how it failed
     run_script       a script as the main program of this process; also used by `whale plan`
 
-Ranks write their error with a time in nanoseconds (`error_file.py`). A rank ends itself when its
+Ranks write their error with a time in nanoseconds (`error_file.py`); the launcher shows each once
+(`error_reports.py`). A rank ends itself when its
 launcher is gone, however that ended.
 """
 
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from whale.config import RUN_FOLDER_VARIABLE
 from whale.error_file import error_file, write_error
+from whale.error_reports import Report, Reports, as_record, report_of
 from whale.metric_files import note_failure
 from whale.progress import PROGRESS_VARIABLE, watch_output
 
@@ -59,10 +61,13 @@ class Failure:
     exit_code: int
     """for the shell: the rank's own, or 128 + signal"""
     num_failed: int
+    is_shown: bool = False
+    """the text is Whale's message, which was shown already"""
 
     def __str__(self) -> str:
         others = f" ({self.num_failed - 1} more failed after it)" if self.num_failed > 1 else ""
-        return f"rank {self.rank} failed: {self.text}{others}"
+        text = ", its message is above" if self.is_shown else f": {self.text}"
+        return f"rank {self.rank} failed{text}{others}"
 
 
 def default_num_ranks() -> int:
@@ -111,7 +116,8 @@ def launch(
         )
         try:
             # the program of a rank is this file: see its end
-            elastic_launch(config, sys.executable)(__file__, str(script), *arguments)
+            with Reports(Path(folder)):
+                elastic_launch(config, sys.executable)(__file__, str(script), *arguments)
         except ChildFailedError as error:
             return first_failure(error.failures)
     return None
@@ -121,14 +127,15 @@ def first_failure(failures: dict[int, ProcessFailure]) -> Failure:
     """The failure that the others followed from.
 
     A rank killed by a signal comes first, since no other rank's error can do that; then the
-    earliest exception. SIGTERM is what the launcher itself sends to the ranks that were left.
+    earliest exception that does not follow from another. SIGTERM is what the launcher itself sends to the ranks that were left.
     """
 
-    def order(rank: int) -> tuple[bool, bool, int]:
+    def order(rank: int) -> tuple[bool, bool, bool, int]:
         failure = failures[rank]
         return (
             failure.exitcode == -signal.SIGTERM,
             failure.exitcode >= 0 or _written(failure) is not None,
+            bool(_report(failure).follows),
             _time_ns(failure),
         )
 
@@ -137,7 +144,8 @@ def first_failure(failures: dict[int, ProcessFailure]) -> Failure:
     text = _written(failure)
     num_failed = sum(other.exitcode != -signal.SIGTERM for other in failures.values())
     if text is not None:
-        return Failure(rank, text, max(failure.exitcode, 1), num_failed)
+        is_shown = _report(failure).is_refusal
+        return Failure(rank, text, max(failure.exitcode, 1), num_failed, is_shown)
     if failure.exitcode < 0:
         is_killed = failure.exitcode == -signal.SIGKILL
         hint = ", often by the system when memory runs out" if is_killed else ""
@@ -150,6 +158,12 @@ def _written(failure: ProcessFailure) -> str | None:
     """What the rank wrote down."""
     message: Any = failure.error_file_data.get("message")
     return message["message"] if isinstance(message, dict) else None
+
+
+def _report(failure: ProcessFailure) -> Report:
+    """What was shown of the rank's error; empty for one that only ended."""
+    found: Any = failure.error_file_data.get("report")
+    return Report(**found) if isinstance(found, dict) else Report("")
 
 
 def _time_ns(failure: ProcessFailure) -> int:
@@ -187,11 +201,9 @@ def _exit_code(script: str, arguments: list[str]) -> int:
     except BaseException as error:
         sys.last_value = error  # as Python does for exit functions, which look at it
         _report_to_watch(error)
-        _write_down(_last_line(error))
-        # one write: tracebacks of several ranks do not mix line by line
-        sys.stderr.write(
-            f"\nrank {os.environ.get('RANK', '?')}: {script_traceback(error, Path(script))}"
-        )
+        report = report_of(error, Path(script))
+        if not _write_down(_last_line(error), report):  # there is no launcher to show it
+            sys.stderr.write(f"\nrank {os.environ.get('RANK', '?')}: {report.text}")
         return 1
     return 0
 
@@ -219,14 +231,6 @@ def run_script(script: Path, arguments: list[str]) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def script_traceback(error: BaseException, script: Path) -> str:
-    """The traceback from the script on, without the frames that started it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
-
-
 def _last_line(error: BaseException) -> str:
     """`ValueError: what was wrong`: first line of the message, which torch's C++ errors follow with
     pages.
@@ -248,12 +252,17 @@ def _report_to_watch(error: BaseException) -> None:
         watch.report_failure(error)
 
 
-def _write_down(text: str) -> None:
-    """Writes down how the script of this rank failed, for the launcher and for the metrics."""
+def _write_down(text: str, report: Report | None = None) -> bool:
+    """Writes down how the script of this rank failed, for the launcher and for the metrics; whether
+    there is a launcher.
+    """
     note_failure()
     file = error_file()
-    if file is not None:
-        write_error(file, text)
+    if file is None:
+        return False
+    more = None if report is None else as_record(report, int(os.environ.get("RANK", "0")))
+    write_error(file, text, more)
+    return True
 
 
 def _end_with_launcher(launcher: int) -> None:

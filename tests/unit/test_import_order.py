@@ -17,7 +17,8 @@ ROOT = Path(wh.__file__).parent
 ORDER = (
     (
         *("names", "units", "dtypes", "compat", "devices"),
-        *("metric_files", "error_file", "progress", "config", "config_values"),
+        *("metric_files", "error_file", "error_reports", "progress", "config"),
+        "config_values",
     ),
     ("annotation",),
     ("cluster",),

@@ -240,7 +240,8 @@ def _problem_of_script(asked: _Asked) -> Problem:
 
 
 def _plan_of_script(asked: _Asked, on_problem: Callable[[Problem], None]) -> Plan:
-    from whale.launcher import run_script, script_traceback
+    from whale.error_reports import script_traceback
+    from whale.launcher import run_script
     from whale.session import PlanReady, planning_only
 
     script = asked.script

@@ -19,6 +19,7 @@ from whale.compat import abort_process_groups
 from whale.devices import GLOO, HOST, Backend, LocalDevice, backend_of, find_device
 from whale.distributed.host_group import register_host_groups
 from whale.distributed.watch import Watch, start_watch
+from whale.error_reports import FailedElsewhereError
 from whale.names import listed
 
 LATER_THAN_THE_WATCH = datetime.timedelta(seconds=60)
@@ -189,7 +190,7 @@ class Ranks:
             raise error
         for rank, text in enumerate(errors):
             if text is not None:
-                raise ValueError(f"rank {rank} failed while all ranks were preparing: {text}")
+                raise FailedElsewhereError(rank, text)
 
 
 def _join(device: LocalDevice, timeout: datetime.timedelta) -> None:
