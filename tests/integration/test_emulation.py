@@ -4,8 +4,11 @@ links, and fill their memory.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from tests.ranks import RankError, preload, run_ranks
 from whale.cluster.cluster import Cluster
 from whale.distributed.message import NUM_EPOCHS, Message
 from whale.distributed.ranks import Ranks
+from whale.emulation import emulation, pace
 from whale.emulation.emulation import EmulatedPlatform
 from whale.emulation.links import EmulatedTransport, NetworkCards
 from whale.emulation.settings import EmulationSettings
@@ -147,6 +151,50 @@ def test_emulated_training_is_exact_and_keeps_the_times_of_devices_and_links(
         sent = measured[0][f"send F 0>1.{micro_batch}"][0]
         arrived = measured[1][f"receive F 0>1.{micro_batch}"][1]
         assert arrived - sent >= factor * (4 * 16 * 8 / 1e10 + 1e-7)
+
+
+def train_too_fast(
+    settings: EmulationSettings, config: dict[str, Any]
+) -> tuple[list[float], float, str]:
+    """As if devices were so fast that no action here could be in time at first; also what this rank
+    printed.
+    """
+    emulation.stretch_factor = lambda shortest_s: 1.0
+    pace.LATE_S = 0.0
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        losses, factor = train(settings, config)
+    return losses, factor, printed.getvalue()
+
+
+@pytest.mark.parametrize(("num_micro_batch", "num_counted"), [(2, 2), (1, 1)])
+def test_times_are_stretched_once_more_where_this_machine_is_too_slow(
+    num_micro_batch: int, num_counted: int, tmp_path: Path
+) -> None:
+    """With one micro-batch the second step says how slow it is, and only the third counts."""
+    config = {"num_micro_batch": num_micro_batch}
+    results = run_ranks(train_too_fast, 2, settings_for(tmp_path, UNLIKE % (1, 1)), config)
+    factor = results[0][1]
+    assert factor > 1 and results[1][1] == factor
+    said = [printed.count(f"are now stretched by {factor:.4g}") for _, _, printed in results]
+    assert said == [1, 0]
+    for losses, _, _ in results:
+        assert losses == pytest.approx(plain_losses(), rel=1e-12)
+    assert read(tmp_path, "prediction.json")["factor"] == factor
+    check_against_simulation(tmp_path, config)
+    predicted = read(tmp_path, "prediction.json")["events"]
+    for rank in range(2):
+        record = read(tmp_path, f"rank_{rank:05d}.json")
+        assert 1 <= len(record["steps"]) <= num_counted
+        measured = {name: end - start for name, start, end in record["events"]}
+        wanted = {name: end - start for name, start, end in predicted[rank] if name[0] in "FB"}
+        assert len(wanted) == record["num_actions"] / len(record["steps"]) == 2 * num_micro_batch
+        assert all(measured[name] >= 0.999 * seconds for name, seconds in wanted.items())
+
+
+def test_a_given_stretch_stays(tmp_path: Path) -> None:
+    settings = replace(settings_for(tmp_path, UNLIKE % (1, 1)), stretch=3.0)
+    results = run_ranks(train_too_fast, 2, settings, {})
+    assert [factor for _, factor, _ in results] == [3.0, 3.0]
 
 
 def test_a_wave_over_replicas_with_stub_chunks_does_the_actions_of_its_plan(tmp_path: Path) -> None:

@@ -24,7 +24,17 @@ from whale.config import Config
 from whale.distributed.message import Message, MessagePiece
 from whale.emulation.links import NetworkCards
 from whale.emulation.memory import EmulatedMemory, EmulatedOutOfMemory, state_per_weight
-from whale.emulation.pace import SHORTEST_S, Pace, stretch_factor
+from whale.emulation.pace import (
+    HEADROOM,
+    LONGEST_STEP_S,
+    SHORTEST_S,
+    Pace,
+    Trial,
+    enough_stretch,
+    is_late,
+    stretch_factor,
+    wanted_stretch,
+)
 from whale.emulation.settings import RANK_BYTES, most_ranks
 from whale.emulation.stub import make_stub
 from whale.lowering.chunk import crossing_values
@@ -74,6 +84,63 @@ def test_more_than_one_overrun_in_a_hundred_is_invalid() -> None:
 def test_times_are_stretched_and_never_shrunk() -> None:
     assert stretch_factor(1e-3) * 1e-3 == pytest.approx(SHORTEST_S)
     assert stretch_factor(10.0) == 1.0
+
+
+def test_the_stretch_is_enough_for_what_the_machine_needed() -> None:
+    in_time = [1.0] * 40
+    assert enough_stretch(7.0, in_time, 0.1) == 7.0
+    assert enough_stretch(7.0, [], 0.1) == 7.0  # a first step of one micro-batch
+    assert enough_stretch(7.0, [*in_time, 3.0], 0.1) == 7 * 3
+    # one of a hundred may be late, two may not
+    assert enough_stretch(7.0, [*[1.0] * 99, 3.0], 0.1) == 7.0
+    assert enough_stretch(7.0, [*[1.0] * 98, 3.0, 5.0], 0.1) == 7 * 3
+
+
+@pytest.mark.parametrize(
+    ("late_s", "seconds", "wanted"),
+    [
+        (0.0009, 0.005, 1.0),  # less than 1 ms is not late
+        (0.0015, 0.020, 1.0),  # nor is less than a tenth
+        (0.002, 0.010, 2 * 1.2),  # twice what it took
+        (0.020, 0.010, 20.0),  # 20 ms are a tenth of 200 ms
+        (1.000, 0.010, 1000.0),
+    ],
+)
+def test_what_a_late_action_wants(late_s: float, seconds: float, wanted: float) -> None:
+    found = wanted_stretch(late_s, seconds)
+    assert found == pytest.approx(wanted)
+    if found > 1:  # as late again, and the same work: no overrun any more
+        assert not is_late(late_s, found * seconds)
+        assert (seconds + late_s) * HEADROOM <= found * seconds + 1e-12
+
+
+def test_a_machine_that_is_too_busy_makes_no_step_endless() -> None:
+    """Such a run is left to be INVALID."""
+    assert enough_stretch(7.0, [1000.0], LONGEST_STEP_S / 4) == 4 * 7
+    assert enough_stretch(7.0, [1000.0], 2 * LONGEST_STEP_S) == 7.0  # it is long already
+
+
+def test_the_first_action_of_each_kind_says_nothing_about_the_next() -> None:
+    trial = Trial()
+    seconds = {forward(0, 0): 0.001, forward(0, 1): 0.001, backward(0, 0): 0.001}
+    pace = Pace(seconds | {forward(0, 2): 60.0}, trial=trial)
+    long_ago = time.perf_counter() - 70
+    pace.finish(forward(0, 0), long_ago)
+    assert not trial.wanted
+    pace.finish(forward(0, 1), long_ago)
+    pace.finish(forward(0, 2), time.perf_counter() - 60)
+    assert len(trial.wanted) == 2
+    assert trial.wanted[0] > 70_000 and trial.wanted[1] == 1
+    pace.finish(backward(0, 0), long_ago)
+    assert len(trial.wanted) == 2  # of one micro-batch: the next step says it
+
+
+def test_stretching_once_more_forgets_what_was_late() -> None:
+    pace = Pace({forward(0, 0): 0.001})
+    pace.finish(forward(0, 0), time.perf_counter() - 5)
+    pace.restretch(3.0)
+    assert pace.seconds == {forward(0, 0): pytest.approx(0.003)}
+    assert (pace.num_actions, pace.num_overruns, pace.worst_ratio) == (0, 0, 1.0)
 
 
 def test_two_senders_of_a_host_share_its_card(tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ def run(
     ] = False,
     stretch: Annotated[
         float | None,
-        typer.Option(help="With --emulate: times are stretched by this. [default: 5 ms at least]"),
+        typer.Option(
+            help="With --emulate: times are stretched by this. [default: as the machine needs]"
+        ),
     ] = None,
 ) -> None:
     """Run a training script on several ranks of this machine.
@@ -67,8 +69,8 @@ def run(
         num_ranks = _ranks_of_cluster(cluster, num_ranks)
     _launch(script, arguments or [], num_ranks, restarts)
     if emulate is not None:
+        from whale.report.fit_table import wide_console
         from whale.report.rehearsal import print_rehearsal
-        from whale.report.tables import wide_console
 
         if not print_rehearsal(_emulation_folder(), wide_console()):
             raise typer.Exit(FAILED)

@@ -26,7 +26,14 @@ from whale.distributed.platform import Event, Platform, StandIn
 from whale.distributed.ranks import Ranks
 from whale.emulation.links import AllReduceClock, EmulatedTransport, NetworkCards
 from whale.emulation.memory import EmulatedMemory
-from whale.emulation.pace import Pace, stretch_factor, wake_up_on_time
+from whale.emulation.pace import (
+    TRIAL_STEPS,
+    Pace,
+    Trial,
+    enough_stretch,
+    stretch_factor,
+    wake_up_on_time,
+)
 from whale.emulation.settings import EmulationSettings, free_memory_bytes
 from whale.emulation.stub import Stub, batch_of, make_stub
 from whale.emulation.timeline import Recorder
@@ -80,6 +87,13 @@ class EmulatedPlatform(Platform):
         self._settings = settings
         self.stub: Stub | None = None
         self._paces: list[Pace] = []
+        self._paces_without_count: list[Pace] = []
+        """of evaluations"""
+        self._transports: list[EmulatedTransport] = []
+        self._trial = Trial() if settings.stretch is None else None
+        """while it is not settled how far times are stretched"""
+        self._num_trial_steps = 0
+        self._has_ended_step = False
 
     @property
     def captures_everywhere(self) -> bool:
@@ -123,14 +137,8 @@ class EmulatedPlatform(Platform):
         self.factor = settings.stretch or stretch_factor(self.times.shortest_s)
         self.stub = make_stub(plan, start.figures) if start.is_stub else None
         self._cards = _open_cards(start.cards, cluster, ranks)
+        self._all_reduces = self._all_reduce_clock()
         own = plan.of_rank(ranks.rank).stages_of_rank(ranks.rank)
-        self._all_reduces = AllReduceClock(
-            all_reduces_of(plan, start.figures, plan.settings.bucket_bytes, self.factor),
-            ranks,
-            own,
-            cluster,
-            self._cards,
-        )
         self.memory = self._place_weights(own, plan.settings.bucket_bytes)
         self.recorder = Recorder(
             Path(settings.folder),
@@ -166,6 +174,19 @@ class EmulatedPlatform(Platform):
                 start = _Start(figures, is_stub, _create_cards(cluster))
         found: _Start = self.ranks.from_first(start)
         return found
+
+    def _all_reduce_clock(self) -> AllReduceClock:
+        """The clock of this rank's all-reduces, as far as times are stretched now. All ranks make
+        it together.
+        """
+        plan = self.full_plan
+        return AllReduceClock(
+            all_reduces_of(plan, self.figures, plan.settings.bucket_bytes, self.factor),
+            self.ranks,
+            plan.of_rank(self.ranks.rank).stages_of_rank(self.ranks.rank),
+            self._cluster,
+            self._cards,
+        )
 
     def _place_weights(self, own_stages: Sequence[int], bucket_bytes: int) -> EmulatedMemory:
         """The memory of this rank with the weights in it; all ranks refuse together where they do
@@ -224,6 +245,7 @@ class EmulatedPlatform(Platform):
         if self.stub is not None:
             template = self.full_plan.template_of_rank(self.ranks.rank)
             transport.num_bytes = partial(self.stub.num_bytes, template=template)
+        self._transports.append(transport)
         return transport
 
     def pace(
@@ -241,17 +263,21 @@ class EmulatedPlatform(Platform):
             seconds[action] = self.factor * self.times.seconds(action, self.ranks.rank, samples)
             if action.kind in ENDS_BACKWARD:
                 last[action.stage] = action
+        pace = Pace(seconds)
         if not is_training:
-            return Pace(seconds)
-        last_backward_s = {stage: seconds[action] for stage, action in last.items()}
+            self._paces_without_count.append(pace)
+            return pace
 
         def note(action: Action) -> None:
             samples = num_samples[action.micro_batch]
-            self._all_reduces.last_backward_s = last_backward_s
+            self._all_reduces.last_backward_s = {
+                stage: pace.seconds[each] for stage, each in last.items()
+            }
             self.memory.start(action, samples)
             self.memory.end(action, samples, is_last=last.get(action.stage) is action)
 
-        pace = Pace(seconds, note=note)
+        pace.note = note
+        pace.trial = self._trial
         self._paces.append(pace)
         return pace
 
@@ -266,6 +292,9 @@ class EmulatedPlatform(Platform):
         return batch_of(size if isinstance(size, int) else read_batch(batch)[0].batch_size)
 
     def begin_step(self) -> None:
+        if self._trial is not None and self._has_ended_step:
+            self._has_ended_step = False
+            self._settle_stretch(self._trial)
         self.memory.begin_step()
         self._all_reduces.begin()
 
@@ -283,6 +312,36 @@ class EmulatedPlatform(Platform):
     ) -> None:
         self.memory.update(optimizer)
         self.recorder.add(events, all_reduces, self._paces)
+        self._has_ended_step = True
+
+    def _settle_stretch(self, trial: Trial) -> None:
+        """Stretches times further where this machine was too slow for those of the first steps. All
+        ranks do it together, before a step: so there is one that counts.
+        """
+        self._num_trial_steps += 1
+        wanted = [number for own in self.ranks.gather(trial.wanted) for number in own]
+        before = self.factor
+        self.factor = enough_stretch(before, wanted, self.recorder.prediction.step_s)
+        if self._num_trial_steps == TRIAL_STEPS:
+            self._trial = None
+            for pace in self._paces:
+                pace.trial = None
+        if self.factor == before:
+            return
+        trial.wanted.clear()
+        for pace in (*self._paces, *self._paces_without_count):
+            pace.restretch(self.factor / before)
+        for transport in self._transports:
+            transport.factor = self.factor
+        self._all_reduces = self._all_reduce_clock()
+        self.recorder.restretch(self.factor)
+        if self.ranks.rank == 0:
+            print(
+                "whale: this machine was too slow for these times, so they are now stretched by "
+                f"{self.factor:.4g} instead of {before:.4g}: a step is predicted to take "
+                f"{human_seconds(self.recorder.prediction.step_s)} (--stretch sets this)",
+                flush=True,
+            )
 
     def close(self) -> None:
         self.recorder.write()

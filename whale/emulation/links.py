@@ -79,15 +79,14 @@ class EmulatedTransport(Transport):
         factor: float,
         share_memory: bool = True,
     ) -> None:
-        """`factor`: all times of the emulation are stretched by it. `cards`: None where all devices
-        are on one host.
-        """
+        """`cards`: None where all devices are on one host."""
+        self.factor = factor
+        """all times of the emulation are stretched by it; may change between two steps"""
         self.num_bytes: Callable[[Message], float] = lambda message: message.num_bytes
         """of what a message stands for"""
         super().__init__(ranks, pairs, share_memory)
         self._cluster = cluster
         self._cards = cards
-        self._factor = factor
         self._host_number = {host: place for place, host in enumerate(cluster.hosts)}
         self._free: dict[int, float] = {}
         """for each peer on this host"""
@@ -113,12 +112,12 @@ class EmulatedTransport(Transport):
         own = self._cluster.devices[self.ranks.rank].host
         other = self._cluster.devices[peer].host
         link = self._cluster.link(self.ranks.rank, peer)
-        on_the_way = self._factor * link.sending_s(num_bytes)
-        latency_s = self._factor * link.latency_s
+        on_the_way = self.factor * link.sending_s(num_bytes)
+        latency_s = self.factor * link.latency_s
         if own == other or self._cards is None:
             self._free[peer] = max(time.perf_counter(), self._free.get(peer, 0.0)) + on_the_way
             return self._free[peer] + latency_s
-        through = self._cards.book(self._host_number[own], self._factor * link.card_s(num_bytes))
+        through = self._cards.book(self._host_number[own], self.factor * link.card_s(num_bytes))
         if link.card_bytes_per_s is not None:  # this device alone does not fill the card
             out = self.ranks.rank
             self._free[out] = max(time.perf_counter(), self._free.get(out, 0.0)) + on_the_way

@@ -3,16 +3,20 @@ slept.
 
 An action takes its time from its real start. One that took longer than its time is an overrun; with
 more than 1 % of them a run says nothing about the emulated cluster and is called invalid.
+
+By how much times are stretched is the user's to say (`--stretch`). Where nobody says it, it is first
+what the shortest action needs, and then what this machine needed in the first steps: an action of
+a tiny model is over on the emulated device before a process here has looked at its messages.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from whale.scheduling import Action
+from whale.scheduling import Action, Kind
 
 SHORTEST_S = 5e-3
 """the shortest action of an emulation; all times are stretched by one factor until it holds"""
@@ -20,7 +24,65 @@ MOST_OVERRUNS = 0.01
 LATE_S = 1e-3
 LATE_PART = 0.1
 """an action that ends so many seconds, and such a part of its time, after its time is an overrun"""
+HEADROOM = 2.0
+"""a stretch leaves an action so many times what it needed: the next ones have other moments in which
+the machine is busy
+"""
+LONGEST_STEP_S = 5.0
+"""no step becomes longer than that unless the user asks for it: a machine that would need more is
+too busy, and the run says so at its end
+"""
+TRIAL_STEPS = 5
+"""steps in which times may be stretched further"""
 _SET_TIMER_SLACK = 29  # PR_SET_TIMERSLACK of prctl(2)
+
+
+@dataclass
+class Trial:
+    """How much more the actions of one rank would need, before it is settled how far times are
+    stretched.
+
+    The first action of each kind on each stage is left out: much is made in it that the others find.
+    """
+
+    wanted: list[float] = field(default_factory=list)
+    """by what the time of each action would have to be multiplied; 1 where it was not late"""
+    _seen: set[tuple[Kind, int]] = field(default_factory=set)
+
+    def note(self, action: Action, late_s: float, seconds: float) -> None:
+        key = (action.kind, action.stage)
+        if key in self._seen:
+            self.wanted.append(wanted_stretch(late_s, seconds))
+        self._seen.add(key)
+
+
+def is_late(late_s: float, seconds: float) -> bool:
+    """Whether an action that takes `seconds` and ended so much later is an overrun."""
+    return late_s > max(LATE_S, LATE_PART * seconds)
+
+
+def wanted_stretch(late_s: float, seconds: float) -> float:
+    """By what the time of an action would have to be multiplied for it not to be late: the work may
+    have taken that long, or the machine may have looked away, which it does for as long next time.
+    """
+    if not is_late(late_s, seconds):
+        return 1.0
+    return max(HEADROOM * (1 + late_s / seconds), late_s / (LATE_PART * seconds))
+
+
+def enough_stretch(factor: float, wanted: Sequence[float], step_s: float) -> float:
+    """The factor with which actions like these would be in time, all but the `MOST_OVERRUNS` that
+    may be late; `factor` itself where they are.
+
+    `wanted`: of the actions of all ranks, under times stretched by `factor`, with which a step
+    takes `step_s`.
+    """
+    num_may_be_late = int(MOST_OVERRUNS * len(wanted))
+    needed = sorted(wanted, reverse=True)[num_may_be_late : num_may_be_late + 1]
+    if not needed or needed[0] <= 1:
+        return factor
+    rounded = float(f"{factor * needed[0]:.3g}")
+    return max(factor, min(rounded, factor * LONGEST_STEP_S / step_s))
 
 
 @dataclass
@@ -38,6 +100,8 @@ class Pace:
     """
     note: Callable[[Action], None] | None = None
     """called for every action, before it is paced: the accounting of memory"""
+    trial: Trial | None = None
+    """also told of each action, until it is settled how far times are stretched"""
 
     def finish(self, action: Action, start: float) -> None:
         """Sleeps until this compute action, begun at `start`, has taken its time."""
@@ -49,10 +113,17 @@ class Pace:
             return
         self.num_actions += 1
         late_s = sleep_until(start + seconds)
-        if late_s > max(LATE_S, LATE_PART * seconds):
+        if self.trial is not None:
+            self.trial.note(action, late_s, seconds)
+        if is_late(late_s, seconds):
             self.num_overruns += 1
             self.worst_overrun = max(self.worst_overrun, (late_s, str(action)))
             self.worst_ratio = max(self.worst_ratio, 1 + late_s / seconds)
+
+    def restretch(self, ratio: float) -> None:
+        """All times become so many times as long; counts from here on."""
+        self.seconds = {action: ratio * seconds for action, seconds in self.seconds.items()}
+        self.forget()
 
     def forget(self) -> None:
         """Counts from here on."""

@@ -64,7 +64,7 @@ class Recorder:
         cluster: Cluster,
     ) -> None:
         self._folder = folder
-        self._factor = factor
+        self._times = times
         self._rank = rank
         self._cluster = cluster
         self._is_stub = is_stub
@@ -73,10 +73,17 @@ class Recorder:
         self._steps: list[tuple[float, float]] = []
         self._events: list[Event] = []
         self._paces: list[Pace] = []
-        # updates are not emulated: they take their own time at the end of a step
-        plan = replace(times.plan, updates_ahead=False)
-        self.prediction = run(plan, times.figures, factor)
+        self.restretch(factor)
         atexit.register(self.write)
+
+    def restretch(self, factor: float) -> None:
+        """All times are stretched by this factor from here on; steps before do not count."""
+        self._factor = factor
+        self._steps = []
+        self._events = []
+        # updates are not emulated: they take their own time at the end of a step
+        plan = replace(self._times.plan, updates_ahead=False)
+        self.prediction = run(plan, self._times.figures, factor)
 
     def add(
         self,

@@ -154,8 +154,8 @@ def print_rehearsal(folder: Path, console: Console) -> bool:
     rehearsal = read_rehearsal(folder)
     if rehearsal is None:
         console.print(
-            "emulation: no step was left to compare (the first one is not counted, nor are those "
-            "before the times were stretched once more); train for more steps",
+            "emulation: no rank finished two steps (the first one is not counted), so there is "
+            "nothing to compare",
             markup=False,
         )
         return True
