@@ -555,12 +555,29 @@ def test_the_first_failure_is_the_cause(tmp_path: Path) -> None:
         (["run", "-n", "2", "--restart=1", "train.py"], "--restart. Did you mean '--restarts'?"),
         (["top", "--onc", "runs"], "no option --onc. Did you mean '--once'?"),
         (["schedule", "--device", "4"], "no option --device. Did you mean '--devices'?"),
+        (["run", "--emulate", "train.py"], "train.py stands where --emulate wants its value"),
+        (["plan", "--cluster", "train.py"], "Try: whale plan --cluster VALUE train.py"),
     ],
 )
 def test_misspelt_options_before_the_script(words: list[str], said: str) -> None:
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2
     assert said in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cluster.yaml", "is no Python script. A cluster file stands behind --cluster"),
+        ("plan.json", "is no Python script. A saved plan is for whale show"),
+    ],
+)
+def test_a_file_that_is_no_script_is_not_run(tmp_path: Path, name: str, said: str) -> None:
+    file = tmp_path / name
+    file.touch()
+    for command in ("run", "plan", "advise"):
+        result = whale(command, file)
+        assert result.exit_code == 2 and said in result.output
 
 
 def test_a_misspelt_option_behind_the_script_is_named_when_the_script_refuses_it() -> None:

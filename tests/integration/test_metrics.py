@@ -63,7 +63,7 @@ def test_top_shows_the_last_step_of_every_rank(tmp_path: Path) -> None:
     metrics_file(tmp_path, 2).write_text('{"step": 0, "ti')
     exit_code, printed = top(tmp_path)
     assert exit_code == 0
-    title, header, *rows = [text for text in printed.splitlines() if text.strip()]
+    title, header, _, *rows = [text for text in printed.splitlines() if text.strip()]
     assert title.strip().startswith(
         f"step 2: loss {results[-1].loss:.6g}, gradient norm {results[-1].grad_norm:.4g}, "
         "learning rate 0.1"

@@ -96,14 +96,23 @@ def test_the_summary_of_a_rehearsal_is_whole(width: int, tmp_path: Path) -> None
         assert word in text
 
 
+LINE = {
+    **{"time": 90.0, "step": 1234, "loss": 1.0, "grad_norm": 1.0, "lr": 1e-3},
+    **{"samples_per_s": 1234.5, "total_s": 0.123, "compute_s": 0.1},
+    **{"communication_s": 0.01, "bubble_s": 0.01, "model_flop_utilisation": 0.5},
+    "memory_bytes": 15.5e9,
+}
+"""of a metrics file"""
+
+
+def test_the_table_of_top_is_one_at_80_columns() -> None:
+    lines = lines_of(metrics_table({0: LINE, 1: LINE, 2: None}, 100.0), 80)
+    assert sum(line.startswith("rank") for line in lines) == 1 and max(map(len, lines)) <= 80
+
+
 @WIDTHS
-def test_the_table_of_top_is_whole(width: int) -> None:
-    line = {
-        **{"time": 90.0, "step": 123456, "loss": 1.0, "grad_norm": 1.0, "lr": 1e-3},
-        **{"samples_per_s": 1234567.8, "total_s": 0.123, "compute_s": 0.1},
-        **{"communication_s": 0.01, "bubble_s": 0.01, "model_flop_utilisation": 0.5},
-        "memory_bytes": 15.5e9,
-    }
+def test_large_numbers_of_top_are_whole(width: int) -> None:
+    line = LINE | {"step": 123456, "samples_per_s": 1234567.8}
     lines = lines_of(metrics_table({0: line, 1: line | {"time": 9.0}, 2: None}, 100.0), width)
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)

@@ -20,6 +20,14 @@ WRONG_USE = 2
 PLAN_OPTIONS_WITH_VALUE = ("-n", "--num-devices", "--save", "--cluster", "--html", "--json")
 PLAN_FLAGS = ("--debug",)
 
+OF_A_CLUSTER = "A cluster file stands behind --cluster, or behind --emulate of whale run"
+NOT_SCRIPTS = {
+    ".yaml": OF_A_CLUSTER,
+    ".yml": OF_A_CLUSTER,
+    ".json": "A saved plan is for whale show, simulate, diff and compare",
+}
+"""files that may be meant for something else -> what"""
+
 ScriptArgument = Annotated[
     Path, typer.Argument(metavar="SCRIPT", help="a training script that calls wh.parallelize")
 ]
@@ -92,7 +100,27 @@ class Spelled(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-class OptionsBeforeScript(Spelled):
+class WithScript(Spelled):
+    """A command whose first argument is a script. Says so where the script was taken for the value
+    of an option.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        last_two = args[-2:]
+        with_value = {name for each in self.params if takes_value(each) for name in each.opts}
+        if len(last_two) == 2 and last_two[0] in with_value and last_two[1].endswith(".py"):
+            before = args[:-2]
+            has_script = any(word.endswith(".py") for word in before) or "--" in before
+            if not has_script:
+                option, script = last_two
+                stop(
+                    f"whale {self.name}: {script} stands where {option} wants its value, so there "
+                    f"is no script. Try: whale {self.name} {option} VALUE {script}"
+                )
+        return super().parse_args(ctx, args)
+
+
+class OptionsBeforeScript(WithScript):
     """`whale run`: all behind the script is the script's. Says so where a word there may have been
     meant for Whale.
     """
@@ -111,9 +139,15 @@ class OptionsBeforeScript(Spelled):
         return rest
 
 
-class OptionsAroundScript(Spelled):
+class OptionsAroundScript(WithScript):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, own_options_first(args))
+
+
+def takes_value(parameter: Any) -> bool:
+    """Whether this is an option that a value follows."""
+    is_option = getattr(parameter, "param_type_name", "") == "option"
+    return is_option and not getattr(parameter, "is_flag", False)
 
 
 def refuse_misspelt(words: Sequence[str], command: TyperCommand) -> None:
@@ -148,6 +182,8 @@ def require_script(script: Path, command: str) -> None:
     if not script.is_file():
         what = "is a folder" if script.is_dir() else "no such file"
         stop(f"whale {command}: {script}: {what}; give a Python script")
+    if script.suffix in NOT_SCRIPTS:
+        stop(f"whale {command}: {script} is no Python script. {NOT_SCRIPTS[script.suffix]}")
 
 
 def require_folder(path: Path | None, option: str) -> None:

@@ -20,7 +20,8 @@ WIDTH_OF_FILES = 120
 NARROWEST = 60
 """columns: a terminal that is narrower breaks long lines itself"""
 GAP = 3
-"""columns between two columns of a table"""
+NARROW_GAP = 1
+"""columns between two columns of a table, and of a table with many"""
 FOLDED_WORD = 16
 """a word longer than that may be broken where there is no room for it"""
 
@@ -38,6 +39,7 @@ class FitTable(Table):
 
     num_keys = 1
     """so many first columns stand in every part: they say what a row is about"""
+    gap = GAP
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:  # on its own it may be wider than the table
@@ -53,13 +55,13 @@ class FitTable(Table):
         """
         longest = max([FOLDED_WORD, *map(_longest_word, self.columns)])
         for word in (longest, FOLDED_WORD):
-            if _least_width(self.columns, word) <= width:
+            if self._least_width(self.columns, word) <= width:
                 yield self._with(self.columns, word, width)
                 return
         keys = self.columns[: self.num_keys]
         group: list[Column] = []
         for column in self.columns[self.num_keys :]:
-            if group and _least_width([*keys, *group, column], FOLDED_WORD) > width:
+            if group and self._least_width([*keys, *group, column], FOLDED_WORD) > width:
                 yield self._with([*keys, *group], FOLDED_WORD, width)
                 group = []
             group.append(column)
@@ -67,8 +69,9 @@ class FitTable(Table):
 
     def _with(self, columns: Sequence[Column], word: int, width: int) -> FitTable:
         """The same rows with these columns; words up to `word` letters are not broken."""
-        part = make_table("", (), ())
-        for column, columns_wide in zip(columns, _widths(columns, word, width), strict=True):
+        part = make_table("", (), gap=self.gap)
+        widths = _widths(columns, word, width - self.gap * (len(columns) - 1))
+        for column, columns_wide in zip(columns, widths, strict=True):
             part.add_column(
                 column.header,
                 justify=column.justify,
@@ -80,12 +83,21 @@ class FitTable(Table):
             part.add_row(*row)
         return part
 
+    def _least_width(self, columns: Sequence[Column], word: int) -> int:
+        """Width of a table of these columns where words up to `word` letters are not broken."""
+        return self.gap * (len(columns) - 1) + sum(_least(column, word) for column in columns)
+
 
 def make_table(
-    title: str, words: Sequence[str], numbers: Sequence[str] = (), num_keys: int = 1
+    title: str,
+    words: Sequence[str],
+    numbers: Sequence[str] = (),
+    num_keys: int = 1,
+    gap: int = GAP,
 ) -> FitTable:
     """An empty table with columns of words, which wrap, and then columns of numbers, which do
-    not. The first `num_keys` stand in every part of a table that is too wide.
+    not. The first `num_keys` stand in every part of a table that is too wide. `gap`: `GAP` or
+    `NARROW_GAP`.
     """
     table = FitTable(
         title=title,
@@ -93,8 +105,10 @@ def make_table(
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
+        padding=(0, 1 if gap == GAP else 0),
     )
     table.num_keys = num_keys
+    table.gap = gap
     for name in words:
         add_words(table, name)
     for name in numbers:
@@ -130,16 +144,13 @@ def _least(column: Column, word: int) -> int:
     return _longest_line(column) if column.no_wrap else min(word, _longest_word(column))
 
 
-def _least_width(columns: Sequence[Column], word: int) -> int:
-    """The same of a table of these columns."""
-    return GAP * (len(columns) - 1) + sum(_least(column, word) for column in columns)
-
-
 def _widths(columns: Sequence[Column], word: int, width: int) -> list[int]:
-    """Width of each column: what its lines need, and less for the widest where that is too much."""
+    """Width of each column: what its lines need, and less for the widest where that is more than
+    `width` together.
+    """
     widths = [_longest_line(column) for column in columns]
     least = [_least(column, word) for column in columns]
-    for _ in range(GAP * (len(columns) - 1) + sum(widths) - width):
+    for _ in range(sum(widths) - width):
         places = [place for place, wide in enumerate(widths) if wide > least[place]]
         if places:
             widths[max(places, key=lambda place: widths[place])] -= 1

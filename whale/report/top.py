@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from whale.metric_files import last_metrics, read_finished
-from whale.report.fit_table import add_row, make_table
+from whale.report.fit_table import NARROW_GAP, add_row, make_table
 from whale.units import human_age, human_bytes, human_seconds
 
 COLUMNS = (
@@ -41,7 +41,7 @@ def metrics_table(
         f"{ended}step {newest['step']}: loss {newest['loss']:.6g}, gradient norm "
         f"{newest['grad_norm']:.4g}, learning rate {newest['lr']:.4g}"
     )
-    table = make_table(title, ("rank",), COLUMNS)
+    table = make_table(title, ("rank",), COLUMNS, gap=NARROW_GAP)
     for rank, line in lines.items():
         if line is None:
             add_row(table, str(rank), *["-"] * len(COLUMNS))
