@@ -278,7 +278,7 @@ def test_resnet_with_a_split_classifier(tmp_path: Path) -> None:
     cluster = EXAMPLES / "resnet_classifier.yaml"
     planned = run(tmp_path, "whale", "plan", "--cluster", cluster, script, "--large")
     assert "4 devices (2 x RTX-3090, 2 x V100-16GB)" in planned
-    assert re.search(r"classifier: linear .* column over y", planned)
+    assert re.search(r"classifier: linear .* column-parallel", planned)
 
 
 @pytest.mark.slow

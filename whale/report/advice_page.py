@@ -135,16 +135,19 @@ def print_advice(advice: Advice, console: Console | None = None) -> None:
         console.print(text, markup=False, highlight=False)
     if advice.is_interrupted:
         console.print(INTERRUPTED)
+    console.print()
     if advice.without:
         console.print(_changes_table("What devices contribute", advice.without))
     console.print(left_out_text(advice))
+    console.print()
     if advice.changes:
         console.print(_changes_table("What a change would give", advice.changes, NO_GAIN))
+        console.print()
     for note in advice.precision or (NO_PRECISION,):
         console.print(note)
     if advice.job:
         console.print(advice.job, soft_wrap=True, markup=False, highlight=False)
-    console.print("Start it:")
+    console.print("\nStart it:")
     console.print(advice.launch, soft_wrap=True, markup=False, highlight=False)
 
 

@@ -273,7 +273,8 @@ def _stage_cell(
     )
     grid = plan.virtual_devices[plan.place_of_rank(ranks[0])[0]].grid
     each = f"{sum(shares) if grid is not None else '+'.join(map(str, shares))} of {size} samples"
-    each += f" together, on a grid {grid.name}" if grid is not None else ""
+    if grid is not None:
+        each += f" together, on a grid {grid.name}" if len(grid.axes) > 1 else " together"
     drawing.text(x + 9, y + 54, shortened(each, 12, wide - 14))
 
 
