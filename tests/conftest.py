@@ -21,6 +21,11 @@ for name, value in {
     "TOKENIZERS_PARALLELISM": "false",
 }.items():
     os.environ.setdefault(name, value)  # before torch and transformers are imported
+# readline, which pytest imports, has put the size of a terminal that is not there into the environment
+# of child processes, below Python's view of it: tables of commands would be 80 columns wide
+for name in ("COLUMNS", "LINES"):
+    if name not in os.environ:
+        os.unsetenv(name)
 
 import hypothesis
 import pytest
