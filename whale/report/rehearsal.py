@@ -202,9 +202,9 @@ def print_rehearsal(folder: Path, console: Console) -> bool:
 
 def _table(rehearsal: Rehearsal) -> Table:
     table = make_table(
-        "Devices in the last step (memory: at its fullest moment)",
+        "Devices in the last step (predicted: busy; memory: at its fullest moment)",
         ("rank", "device"),
-        ("busy", "wait", "idle", "busy, predicted", "memory", "of"),
+        ("busy", "wait", "idle", "predicted", "memory", "of"),
         num_keys=2,
     )
     last_s = rehearsal.last_step_s
