@@ -22,6 +22,7 @@ from whale.capture.model_call import Loss
 from whale.capture.prepare import CapturedModel
 from whale.cluster.cluster import Cluster
 from whale.config import Config
+from whale.costs.optimizer_factory import knowing_attributes
 from whale.distributed.job_cluster import (
     ClusterLike,
     chosen_cluster,
@@ -100,7 +101,7 @@ def plan(
         _cluster_without_ranks(cluster, checked),
         checked,
         layout.batch_size,
-        optimizer,
+        knowing_attributes(optimizer, built),
         on_problem=session.on_problem,
         on_progress=session.on_progress,
     )
@@ -146,6 +147,8 @@ def parallelize(
     platform = platform_of_this_job(ranks)
     devices = platform.cluster(chosen_cluster(cluster, session.cluster, config.cluster))
     found = _captured(model, sample_batch, loss, dynamic, prepared, platform)
+    if found.built is not None:
+        optimizer = knowing_attributes(optimizer, found.built)
     planner = found.planner(devices, optimizer)
     chosen = _chosen_plan(plan, found, planner, platform, precision)
     stand_in = platform.start(chosen, found.prepared, devices, config)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import whale as wh
 from tests.exactness import local_training, run_loss
-from tests.integration.layers import EXACT, build, in_two_stages, make_batch, sgd
+from tests.integration.layers import EXACT, Layers, build, in_two_stages, make_batch, sgd
 from tests.ranks import run_ranks
+from whale.lowering.weights import build_on_meta
 from whale.runtime.step_update import NonFiniteError
 
 # ---- ranks that are not copies of each other
@@ -165,6 +166,61 @@ def test_adamw_with_groups_by_name_and_a_scheduler_is_exact(num_ranks: int) -> N
         )  # weights and biases of 4 layers; the head is on the second stage
         assert num_states == num_own, "optimizer state is only for what this rank holds"
     assert_state_is(ranks[0][2], model, 1e-8)
+
+
+def marked() -> Layers:
+    """Some parameters say themselves that they do not decay, as those of state-space models do."""
+    model = build()
+    for layer in model.layers:
+        layer.bias._no_weight_decay = True
+    return model
+
+
+def adamw_by_attribute(pairs: Any) -> torch.optim.Optimizer:
+    parameters = [parameter for _, parameter in pairs]
+    plain = [p for p in parameters if getattr(p, "_no_weight_decay", False)]
+    decayed = [p for p in parameters if not getattr(p, "_no_weight_decay", False)]
+    groups = [{"params": decayed, "weight_decay": 0.5}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.1, eps=1e-3)
+
+
+def train_marked(config: dict[str, Any], marks: dict[str, wh.Strategy]) -> list[float]:
+    wh.init(config)
+    model = wh.annotate(marked(), marks) if marks else marked()
+    engine = wh.parallelize(model, make_batch(0), optimizer=adamw_by_attribute)
+    return [engine.step(make_batch(step)).loss for step in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("config", "marks"),
+    [
+        ({"num_task_graph": 2, "num_micro_batch": 2}, {}),
+        ({"zero": 1}, {}),
+        ({}, {"*": wh.split(2)}),
+    ],
+)
+def test_groups_by_an_attribute_of_the_parameters(
+    config: dict[str, Any], marks: dict[str, wh.Strategy]
+) -> None:
+    """Tensors of a rank had no attributes: a split trained with the decay of the other group."""
+    data = [make_batch(step) for step in range(3)]
+    expected = local_training(marked(), data, None, adamw_by_attribute).losses
+    for losses in run_ranks(train_marked, 2, config, marks):
+        assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_builder_keeps_attributes_of_parameters() -> None:
+    kept = build_on_meta(marked_before_it_is_registered)
+    assert [name for name, p in kept.named_parameters() if hasattr(p, "_no_weight_decay")] == ["w"]
+
+
+def marked_before_it_is_registered() -> nn.Module:
+    model = nn.Module()
+    weight = nn.Parameter(torch.ones(2))
+    weight._no_weight_decay = True  # type: ignore[attr-defined]
+    model.w = weight
+    model.b = nn.Parameter(torch.ones(2))
+    return model
 
 
 def test_a_saved_plan_trains_the_same(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ LR schedulers fit all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,6 +53,27 @@ def make_optimizer(
 
     with patched(torch.optim.Optimizer, "add_param_group", add):
         return make(iter(list(pairs)))
+
+
+def knowing_attributes(make: MakeOptimizer | None, model: torch.nn.Module) -> MakeOptimizer | None:
+    """The same function, for parameters that have what the script has written on those of the model
+    (`parameter._no_weight_decay = True`), by which it may choose groups: the tensors that a rank
+    trains, and those with which an optimizer is tried, are others.
+    """
+    attributes = {name: dict(vars(each)) for name, each in model.named_parameters() if vars(each)}
+    if make is None or not attributes:
+        return make
+    return lambda pairs: make(iter(_with_attributes(pairs, attributes)))
+
+
+def _with_attributes(
+    pairs: Iterable[tuple[str, torch.nn.Parameter]], attributes: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[str, torch.nn.Parameter]]:
+    given = list(pairs)
+    for name, parameter in given:
+        for key, value in attributes.get(name, {}).items():
+            vars(parameter).setdefault(key, value)
+    return given
 
 
 def _name_empty_groups(known: list[dict[str, Any]], group: dict[str, Any]) -> None:

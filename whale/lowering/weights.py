@@ -173,7 +173,9 @@ def build_on_meta(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
         self: torch.nn.Module, name: str, param: torch.nn.Parameter | None
     ) -> None:
         if param is not None and not param.is_meta:
+            written = vars(param)  # `param._no_weight_decay`, which an optimizer may ask for
             param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            vars(param).update(written)
         original(self, name, param)
 
     torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
