@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale as wh
@@ -112,3 +113,29 @@ def test_statistics_that_only_one_device_would_take_are_refused() -> None:
     wh.plan(NormByKernel(), rows(8, WIDTH), cluster=1)
     with pytest.raises(ValueError, match=r"`native_batch_norm` .*functional\.batch_norm"):
         wh.plan(NormByKernel(), rows(8, WIDTH), cluster=2, config={"strategy": "data"})
+
+
+class Adversary(nn.Module):
+    """Two losses in one step: the second one must not train the judge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+        self.judge = nn.Linear(WIDTH, 1, dtype=DOUBLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.maker(x)
+        loss = F.softplus(self.judge(made.detach())).mean()
+        self.judge.requires_grad_(False)
+        loss = loss + F.softplus(-self.judge(made)).mean()
+        for parameter in self.judge.parameters():
+            parameter.requires_grad = True
+        return loss
+
+
+@pytest.mark.parametrize("build", [Adversary(), Adversary])
+def test_weights_that_forward_freezes_for_a_while_are_refused(build: Any) -> None:
+    """A builder's model was trained with the gradients of both losses, without a word."""
+    wh.init(wh.Config())
+    with pytest.raises(ValueError, match=r"requires_grad changed in forward.*functional_call"):
+        wh.parallelize(build, rows(8, WIDTH), optimizer=sgd)

@@ -1,9 +1,9 @@
 """What `torch.export` leaves out without a word, noticed while it runs.
 
-The exported graph keeps the forward only. Four things that PyTorch users write live in the backward
-and vanish: custom `autograd.Function`s, hooks on tensors, backward hooks on modules, and
-`torch.utils.checkpoint`. The first three may change gradients; the last is a wish about memory,
-which becomes a recompute request.
+The exported graph keeps the forward only. Five things that PyTorch users write live in the backward
+and vanish: custom `autograd.Function`s, hooks on tensors, backward hooks on modules, weights that
+forward freezes for a while (`python_state` sees them), and `torch.utils.checkpoint`. The first four
+may change gradients; the last is a wish about memory, which becomes a recompute request.
 
     with watch(model) as findings:
         program = torch.export.export(...)
@@ -41,6 +41,7 @@ FUNCTION = "function"
 TENSOR_HOOK = "tensor hook"
 MODULE_HOOK = "module hook"
 SAVED_TENSOR_HOOK = "saved tensor hook"
+FREEZING = "requires_grad changed in forward"
 CHECKPOINT = "checkpoint"
 PYTHON_RANDOM = "python random"
 REBUILT = "buffer of another form"
@@ -68,6 +69,10 @@ _TRY = {
     ),
     SAVED_TENSOR_HOOK: (
         "leave it out; ask for recomputation with `torch.utils.checkpoint` to save memory"
+    ),
+    FREEZING: (
+        "call the module with weights that take no gradient: `torch.func.functional_call(module, "
+        "{name: p.detach() for name, p in module.named_parameters()}, inputs)`"
     ),
     REBUILT: (
         "make it a function of the arguments of forward, or register the buffer with its final "
@@ -118,7 +123,7 @@ class Findings:
 
     def gradient_changes(self) -> list[Finding]:
         """What may make the gradients of the captured graph differ from the model's."""
-        return self.of_kind(FUNCTION, TENSOR_HOOK, MODULE_HOOK, SAVED_TENSOR_HOOK)
+        return self.of_kind(FUNCTION, TENSOR_HOOK, MODULE_HOOK, SAVED_TENSOR_HOOK, FREEZING)
 
     def memory(self) -> list[Finding]:
         """Tensors that the forward leaves to its next call."""

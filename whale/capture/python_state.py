@@ -17,6 +17,9 @@ Python's and numpy's random numbers are worse: the export would bake one draw in
 without a word. Each is noted, unless it was only compared with a number that decides by itself
 (layerdrop 0 again).
 
+Weights that forward freezes for a while (`p.requires_grad_(False)`, for the second loss of a GAN)
+are noted: a graph keeps none of it, and the weights would train through both losses.
+
 State on the model, besides what is written in place:
 
     self.count = self.count + 1    a buffer          `assigned_buffers_written` makes it a write, as
@@ -43,7 +46,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from whale.capture.errors import NOWHERE, CaptureError, Place, calling_place, module_names
-from whale.capture.guards import PYTHON_RANDOM, Findings
+from whale.capture.guards import FREEZING, PYTHON_RANDOM, Findings
 from whale.compat import patched, tensor_stores, unsaved_buffers
 from whale.names import names_of
 
@@ -61,6 +64,7 @@ _TRY_FORM = "make it as large as it may become, and cast what is written to it"
 
 _NEW_DRAWS = {torch.rand, torch.rand_like}
 _MAY_DRAW = {*_NEW_DRAWS, torch.Tensor.uniform_}
+_SET_REQUIRES_GRAD = {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 # methods of a tensor whose result is the same draw
 _SAME_DRAW = {
     getattr(torch.Tensor, name)
@@ -111,16 +115,19 @@ def random_branches(
     """
     findings = Findings() if findings is None else findings
     names = module_names(model) if model is not None else {}
-    with _python_draws_noted(findings, names), _RandomBranches(names):
+    with _python_draws_noted(findings, names), _Branches(names, findings):
         yield findings
 
 
-class _RandomBranches(TorchFunctionMode):
-    """Follows single uniform draws to the comparison and to the `bool()` that asks for it."""
+class _Branches(TorchFunctionMode):
+    """Follows single uniform draws to the comparison and to the `bool()` that asks for it, and notes
+    parameters whose `requires_grad` changes.
+    """
 
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(self, names: dict[int, str], findings: Findings) -> None:
         super().__init__()
         self.names = names
+        self.findings = findings
         # by id, with the tensor itself so that the id stays its own; comparisons with what is
         # decided and the number
         self.draws: dict[int, torch.Tensor] = {}
@@ -134,6 +141,8 @@ class _RandomBranches(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _SET_REQUIRES_GRAD:
+            self._note_freezing(*args, **kwargs)
         if not self.draws and func not in _MAY_DRAW:
             return func(*args, **kwargs)  # nearly always: every call of torch comes through here
         first: Any = args[0] if args else None
@@ -148,6 +157,12 @@ class _RandomBranches(TorchFunctionMode):
         if isinstance(result, torch.Tensor):
             self._follow(func, args, kwargs, result)
         return result
+
+    def _note_freezing(self, tensor: torch.Tensor, requires_grad: bool = True) -> None:
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad != requires_grad:
+            place = calling_place(self.names)
+            if place.file:
+                self.findings.add(FREEZING, place.module or place.class_name, place)
 
     def _follow(
         self,
