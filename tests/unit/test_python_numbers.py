@@ -35,8 +35,14 @@ def put_back() -> Iterator[None]:
     as_in_the_beginning()
 
 
+class Settings:
+    def __init__(self) -> None:
+        self.shift = 1.0
+        self.unread = 1.0
+
+
 class Net(nn.Module):
-    """A number of its own, a layer with one, and a count that is only written."""
+    """A number of its own, settings in three forms, a layer with one, and a count that is only written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,12 +52,27 @@ class Net(nn.Module):
         self.statistics = nn.BatchNorm1d(WIDTH, dtype=DOUBLE)
         self.temperature = 1.0
         self.calls = 0
+        self.settings = Settings()
+        self.given = argparse.Namespace(factor=1.0)
+        self.table = {"scale": 1.0}
+        self.phase = "first"
+        self._bias = 0.0
+        self.weights = [1.0, 1.0]
+        self.late: float | None = None
 
     def count(self) -> int:
         return self.calls
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.statistics(self.norm(self.layer(x))) / self.temperature
+        found = self.statistics(self.norm(self.layer(x))) / self.temperature
+        found = found * self.settings.shift * self.given.factor * self.table["scale"]
+        found = found * self.weights[0] + self._bias
+        if self.late is not None:
+            found = found * self.late
+        return found if self.phase == "first" else found.tanh()
+
+    def set_bias(self, value: float) -> None:
+        self._bias = value
 
 
 def scaled(value: Tensor) -> Tensor:
@@ -112,8 +133,43 @@ def change_tensor(model: Net) -> None:
     LATE.mul_(2)
 
 
+def change_settings(model: Net) -> None:
+    model.settings.shift = 0.5
+
+
+def change_namespace(model: Net) -> None:
+    model.given.factor = 0.5
+
+
+def change_table(model: Net) -> None:
+    model.table["scale"] = 0.5
+
+
+def change_word(model: Net) -> None:
+    model.phase = "second"
+
+
+def change_by_method(model: Net) -> None:
+    model.set_bias(0.5)
+
+
+def change_list(model: Net) -> None:
+    model.weights[0] = 0.5
+
+
+def change_nothing_to_something(model: Net) -> None:
+    model.late = 0.5
+
+
 CHANGES = [
     change_number,
+    change_word,
+    change_by_method,
+    change_list,
+    change_nothing_to_something,
+    change_settings,
+    change_namespace,
+    change_table,
     change_layer,
     freeze_statistics,
     change_global,

@@ -2,21 +2,28 @@
 script may change them between steps:
 
     model.temperature = 0.5            attributes of modules that their methods name, `training`
+    model.phase = "second"             in classes of the user's own also words, None and lists of them
+    model.args.weight = 2.0            the same of dicts and objects of the user's own on modules
     BETA = min(1.0, BETA + 0.01)       globals and closures that functions of the user's own name,
     args.weight = 2.0                  and attributes of objects there
 
 Each is compared before a step, as constants of the batch are: another value is another capture.
-So are tensors beside the model, by how often they were written to. Not looked at: numbers inside of
-other objects than these, and what installed packages keep.
+So are tensors beside the model, by how often they were written to. Not looked at: numbers deeper
+inside of objects, and what installed packages keep.
+
+A module may stand for others whose code its forward runs (`STANDS_FOR`): theirs count as well.
 """
 
 from __future__ import annotations
 
+import argparse
+import enum
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,10 +35,15 @@ from whale.names import names_of
 Numbers = tuple[Any, ...]
 
 _KINDS = (bool, int, float, complex)
+_SWITCHES = (*_KINDS, str, type(None), enum.Enum)
+"""what decides in code of the user's own"""
+_MOST_IN_LIST = 64
 _NOT_IN_FORWARD = frozenset(
     names_of("__init__ extra_repr __repr__ reset_parameters _init_weights __setstate__")
 )
 _MODE = "training"
+STANDS_FOR = "stands_for"
+"""attribute of a module: a tuple of those that it stands for, which are no modules of its own"""
 DEEPEST = 4
 """functions that call each other"""
 
@@ -102,7 +114,11 @@ class PythonNumbers:
         ) in self._places:  # in every step, so without a call for those in dicts: most of them
             holder = place.holder
             value = holder.get(place.key) if type(holder) is dict else place.value()
-            numbers.append(_Written(value) if isinstance(value, Tensor) else value)
+            if isinstance(value, Tensor):
+                value = _Written(value)
+            elif type(value) is list:
+                value = tuple(value)
+            numbers.append(value)
         if not in_training:
             return tuple(numbers)
         if self._model.training:  # else `engine.step` sets the mode, as it was before
@@ -149,16 +165,53 @@ class PythonNumbers:
 
 def _of_model(model: nn.Module) -> Iterator[_Place]:
     functions: dict[int, FunctionType] = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in _modules(model):
         cls: type = type(module)
-        named = _attributes_named(cls)
+        is_number = _is_switch if _is_own_class(cls) else _is_number
+        named = _attributes_named(cls) | read_by_own_methods(cls)
         for name, value in vars(module).items():
-            if name != _MODE and name in named and isinstance(value, _KINDS):
-                yield _Place(f"{prefix}.{name}" if prefix else name, vars(module), name)
+            full_name = f"{prefix}.{name}" if prefix else name
+            if is_number(value):
+                if name != _MODE and name in named:
+                    yield _Place(full_name, vars(module), name)
+            elif _holds_settings(value):
+                yield from _of_object(full_name, value, read_by_own_methods(cls))
         for function in _own_methods(cls):
             functions[id(function)] = function
     for function in functions.values():
         yield from _of_function(function, DEEPEST)
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for prefix, module in model.named_modules():
+        yield prefix, module
+        for other in getattr(module, STANDS_FOR, ()):
+            yield prefix, other
+
+
+def _holds_settings(value: Any) -> bool:
+    """Whether a script may keep numbers there that it changes: a dict, a namespace, or an object of
+    a class of its own.
+    """
+    namespaces = (dict, argparse.Namespace, SimpleNamespace)
+    return isinstance(value, namespaces) or _is_own_class(type(value))
+
+
+@functools.cache
+def _is_own_class(cls: type) -> bool:
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return file is not None and kind_of(file) == "own"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, _KINDS)
+
+
+def _is_switch(value: Any) -> bool:
+    """A number, a word or nothing, or a short list of them."""
+    if isinstance(value, list):
+        return len(value) <= _MOST_IN_LIST and all(isinstance(each, _SWITCHES) for each in value)
+    return isinstance(value, _SWITCHES)
 
 
 def _of_loss(loss: Any) -> Iterator[_Place]:
@@ -191,7 +244,7 @@ def _of_function(function: FunctionType, depth: int) -> Iterator[_Place]:
             read.append(_Place(f"{module}.{name}", function.__globals__, name))
     for place in read:
         value = place.value()
-        if isinstance(value, (*_KINDS, Tensor)):
+        if isinstance(value, Tensor) or _is_switch(value):
             yield place
         elif isinstance(value, FunctionType):
             yield from _of_function(value, depth - 1)
@@ -205,11 +258,11 @@ def _of_object(name: str, value: Any, attributes: frozenset[str] | None) -> Iter
     """
     if isinstance(value, (nn.Module, type)):
         return
-    holder = value if type(value) is dict else getattr(value, "__dict__", None)
+    holder = value if isinstance(value, dict) else getattr(value, "__dict__", None)
     if not isinstance(holder, dict):
         return
     for key in holder if attributes is None else attributes & holder.keys():
-        if isinstance(key, str) and isinstance(holder[key], _KINDS):
+        if isinstance(key, str) and _is_switch(holder[key]):
             yield _Place(f"{name}.{key}", holder, key)
 
 
@@ -233,6 +286,15 @@ def _attributes_named(cls: type) -> frozenset[str]:
     for function in _methods(cls):
         found.update(attribute_names(function.__code__))
     return frozenset(name for name in found if not name.startswith("_"))
+
+
+@functools.cache
+def read_by_own_methods(cls: type) -> frozenset[str]:
+    """Attributes and keys that stand in the methods of the user's own."""
+    found: set[str] = set()
+    for function in _own_methods(cls):
+        found.update(attribute_names(function.__code__), _strings(function.__code__))
+    return frozenset(found)
 
 
 def _own_methods(cls: type) -> list[FunctionType]:
