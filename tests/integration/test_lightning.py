@@ -157,6 +157,103 @@ def test_resume_in_the_middle_on_other_ranks(
         assert outputs == pytest.approx(expected[1], rel=2e-4, abs=1e-5)
 
 
+class Changing(Classifier):
+    """Its loss depends on where the loop is, and on numbers that hooks change."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.save_hyperparameters({"weight": 0.0})
+        self.beta = 0.0
+
+    def on_train_epoch_start(self) -> None:
+        self.beta = 0.5 * self.trainer.current_epoch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.hparams.weight = 0.1 * batch_idx
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, labels = batch
+        weights = {
+            "attribute": self.beta,
+            "hyperparameter": self.hparams.weight,
+            "epoch": min(1.0, self.current_epoch / 2),
+            "step": min(1.0, self.global_step / 3),
+            "index": float(batch_idx),
+        }
+        output = self(x)
+        loss = self.criterion(output, labels) + weights[self.kind] * output.square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+
+class WithoutIndex(Classifier):
+    def training_step(self, batch: Any) -> Tensor:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+CHANGING: dict[str, Any] = {
+    **{
+        kind: lambda kind=kind: Changing(kind)
+        for kind in ("attribute", "hyperparameter", "epoch", "step", "index")
+    },
+    "without an index": WithoutIndex,
+}
+
+
+def fit_changing(kind: str, is_stock: bool) -> list[float]:
+    warnings.simplefilter("ignore")
+    strategy: Any = "auto"
+    if not is_stock:
+        from whale.integrations.lightning import WhaleStrategy
+
+        strategy = WhaleStrategy(whale={"num_micro_batch": 2})
+    record = Record()
+    trainer = Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        callbacks=[record],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(CHANGING[kind](), loader(18, 0))
+    return record.values
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CHANGING)
+def test_numbers_that_change_while_it_trains(kind: str) -> None:
+    """The graph had those of the first batch for ever, and batch 0 as the number of every batch."""
+    expected = fit_changing(kind, True)
+    (found,) = run_ranks(fit_changing, 1, kind, False)
+    assert found == pytest.approx(expected, rel=2e-5)
+
+
+def test_a_step_that_leaves_out_a_batch_is_refused() -> None:
+    from whale.integrations.lightning import WhaleStrategy
+
+    class Leaving(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+    trainer = Trainer(
+        max_steps=1,
+        accelerator="cpu",
+        devices=1,
+        strategy=WhaleStrategy(),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(ValueError, match="training_step gave None"):
+        trainer.fit(Leaving(), loader(12, 0))
+
+
 def test_several_optimizers_are_refused(tmp_path: Path) -> None:
     from whale.integrations.lightning import WhaleStrategy
 

@@ -12,10 +12,8 @@ model. The loader's batch size is that of the whole job: losses are those of one
 from __future__ import annotations
 
 import contextlib
-import logging
 import shutil
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,8 @@ from whale.config import Config
 from whale.devices import find_device
 from whale.integrations.engine_model import Spread, spread
 from whale.integrations.optimizers import EngineOptimizer, follow
+from whale.integrations.training_step import LoggedNames, TrainingStep
 from whale.runtime.engine import Engine
-
-logger = logging.getLogger("whale")
 
 CHECKPOINT = ".whale"
 """added to the name of a checkpoint: folder with that of the engine"""
@@ -56,10 +53,11 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         super().__init__(find_device(config.device).type, **named)
         self.global_rank = api.rank()
         self._spread: Spread | None = None
+        self._step: TrainingStep | None = None
         self._loaded: Path | None = None
         self._whole = contextlib.ExitStack()
         self._failed = False
-        self._logged = _LoggedNames()
+        self._logged = LoggedNames()
 
     @property
     def engine(self) -> Engine:
@@ -109,9 +107,13 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         plugin.clip_grad_by_value = _no_clipping_by_value
         plugin.scaler = None  # the engine scales the loss for fp16 itself
 
-    def training_step(self, batch: Any, *_: Any) -> Any:
+    def training_step(self, batch: Any, *index: Any) -> Any:
+        if self._step is None:
+            is_single = isinstance(batch, Tensor)
+            self._step = TrainingStep(self.lightning_module, is_single, self._logged)
+        self._step.note_place(index)
         if self._spread is None:
-            self._start(batch)
+            self._start(self._step, batch)
         assert self._spread is not None
         output = self._spread.model.run(batch)
         loss = output if isinstance(output, Tensor) else output["loss"]
@@ -119,7 +121,7 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self.lightning_module.log(name, loss.detach(), **options)
         return output
 
-    def _start(self, batch: Any) -> None:
+    def _start(self, step: TrainingStep, batch: Any) -> None:
         """Spreads the module over the ranks, with this batch as its sample."""
         precision = PRECISIONS.get(str(self.precision_plugin.precision))
         if precision is None:
@@ -129,7 +131,6 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             )
         api.configure(precision=precision, clip_grad_norm=None)
         (optimizer,) = self.optimizers
-        step = _TrainingStep(self.lightning_module, isinstance(batch, Tensor), self._logged)
         self._spread = spread(step, batch, optimizer.own)
         # a rank may have been given the graph of rank 0, and have run nothing
         self._logged.options = self.engine.ranks.from_first(self._logged.options)
@@ -161,7 +162,7 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if self._spread is not None:
             self._whole.close()
             self.engine.give_back()
-            self._spread = None
+            self._spread = self._step = None
         super().teardown()
 
     # ---- checkpoints
@@ -187,84 +188,20 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def load_checkpoint(self, checkpoint_path: Any, *arguments: Any, **named: Any) -> Any:
         folder = _folder(checkpoint_path)
-        if folder.is_dir():
+        if self.lightning_module.trainer.training:  # a test reads the weights alone
+            if not folder.is_dir():
+                raise ValueError(
+                    f"{checkpoint_path} has no {folder.name} beside it, where the state of the "
+                    "optimizer would be: it was saved by another strategy. "
+                    "Try: load_from_checkpoint for the weights alone, and a new run"
+                )
             self._loaded = folder
-        elif self.lightning_module.trainer.training:
-            raise ValueError(
-                f"{checkpoint_path} has no {folder.name} beside it, where the state of the "
-                "optimizer would be: it was saved by another strategy. "
-                "Try: load_from_checkpoint for the weights alone, and a new run"
-            )
         return super().load_checkpoint(checkpoint_path, *arguments, **named)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shutil.rmtree(_folder(filepath), ignore_errors=True)
-
-
-class _LoggedNames:
-    """Names under which `training_step` logs its loss, with the options.
-
-    The strategy holds it, the module only a weak reference: what forward leaves on a model is taken
-    back after a capture.
-    """
-
-    def __init__(self) -> None:
-        self.options: dict[str, dict[str, Any]] = {}
-
-
-class _TrainingStep(torch.nn.Module):
-    """A LightningModule whose forward is its `training_step`: what the engine captures. It has the
-    very modules and tensors of the LightningModule, under the same names.
-    """
-
-    def __init__(self, module: Any, is_single: bool, logged: _LoggedNames) -> None:
-        super().__init__()
-        self._logged = weakref.ref(logged)
-        self._lightning = [module]  # in a list: no submodule
-        for stores in ("_modules", "_parameters", "_buffers"):
-            self.__dict__[stores] = module.__dict__[stores]
-        self._non_persistent_buffers_set = module._non_persistent_buffers_set
-        self.training = module.training
-        self.is_single = is_single
-
-    def forward(self, *batch: Any, **named: Any) -> Any:
-        given: Any = named or (batch[0] if self.is_single else batch)
-        with self._recording() as calls:
-            output = self._lightning[0].training_step(given, 0)
-        loss = output if isinstance(output, Tensor) else output["loss"]
-        logged = self._logged()
-        assert logged is not None, "the strategy holds it"
-        for name, value, options in calls:
-            if value is loss:
-                logged.options[name] = options
-            else:
-                logger.warning(
-                    "training_step logs %r, which is not the loss: it is not known on all ranks "
-                    "and left out. Try: log it in validation_step",
-                    name,
-                )
-        return output
-
-    @contextlib.contextmanager
-    def _recording(self) -> Iterator[list[tuple[str, Any, dict[str, Any]]]]:
-        """Takes what is logged meanwhile: in a capture there are no values."""
-        calls: list[tuple[str, Any, dict[str, Any]]] = []
-
-        def log(name: str, value: Any, **options: Any) -> None:
-            calls.append((name, value, options))
-
-        def log_dict(values: Mapping[str, Any], **options: Any) -> None:
-            for name, value in values.items():
-                log(name, value, **options)
-
-        attributes = self._lightning[0].__dict__
-        attributes.update(log=log, log_dict=log_dict)
-        try:
-            yield calls
-        finally:
-            del attributes["log"], attributes["log_dict"]
 
 
 def _no_clipping_by_value(*_: Any) -> None:
