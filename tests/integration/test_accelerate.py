@@ -143,6 +143,117 @@ def test_a_loss_outside_of_the_model() -> None:
         assert differences == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
+def draw_after(folder: str, is_saved: bool) -> list[float]:
+    """A number that is drawn behind a checkpoint, and losses of streamed data."""
+    from whale.integrations.accelerate import prepare
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    torch.manual_seed(1 if is_saved else 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    data = torch.utils.data.DataLoader(_Stream(), batch_size=5)
+    model, optimizer, data = prepare(
+        accelerator, model, optimizer, data, loss=lambda output, batch: output.square().mean()
+    )
+    losses = []
+    for batch in data:
+        loss = model(batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if is_saved:
+        accelerator.save_state(folder)
+    else:
+        accelerator.load_state(folder)
+    return [torch.rand(()).item(), *losses]
+
+
+class _Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from torch.arange(48.0).view(12, 4) / 20
+
+    def __len__(self) -> int:
+        return 12
+
+
+class _Batches(_Stream):
+    def __iter__(self) -> Any:
+        yield from torch.arange(48.0).view(3, 4, 4) / 20
+
+
+@pytest.mark.parametrize(
+    ("dataset", "settings"),
+    [
+        (_Stream(), {"batch_size": 5}),
+        (_Batches(), {"batch_size": None}),
+        (torch.ones(3, 5, 4), {"batch_size": None}),
+    ],
+)
+def test_samples_of_loaders(dataset: Any, settings: dict[str, Any]) -> None:
+    """Streams that know their length, and datasets of whole batches."""
+    from whale.integrations.one_process import sample_of
+
+    loader = torch.utils.data.DataLoader(dataset, **settings)
+    sample = sample_of(loader, 5)
+    first = next(iter(loader))
+    assert sample.shape == first.shape
+
+
+def test_a_schedule_of_the_first_optimizer_sets_the_rates() -> None:
+    """A schedule that `prepare` was not given holds the optimizer that the script has made."""
+    from whale.integrations.accelerate import prepare
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 3)
+    first = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(first, 1, 0.5)
+    model, optimizer = prepare(
+        accelerator,
+        model,
+        first,
+        sample=torch.ones(4, 4),
+        loss=lambda output, batch: output.square().mean(),
+    )
+    accelerator.backward(model(torch.ones(4, 4)).loss)
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_more_ranks_go_on_with_the_same_random_numbers(tmp_path: Path) -> None:
+    """A rank that was not there before had numbers of its own, and another order of samples. Of
+    streamed data every rank but the first one waited for batches from it.
+    """
+    (expected,) = run_ranks(draw_after, 1, str(tmp_path), True)
+    assert len(expected) == 4
+    for found in run_ranks(draw_after, 2, str(tmp_path), False):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_clipping_some_of_the_parameters_is_refused() -> None:
+    from whale.integrations.accelerate import prepare
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
+    before = list(model.parameters())
+    optimizer = torch.optim.SGD(before, lr=0.1)
+    model, optimizer = prepare(
+        accelerator,
+        model,
+        optimizer,
+        sample=torch.ones(4, 4),
+        loss=lambda output, batch: output.square().mean(),
+    )
+    accelerator.backward(model(torch.ones(4, 4)).loss)
+    assert accelerator.clip_grad_norm_(before, 1.0) == accelerator.clip_grad_norm_(
+        model.parameters(), 1.0
+    )
+    with pytest.raises(ValueError, match="given 2 parameters, some of those that are trained"):
+        accelerator.clip_grad_norm_(before[:2], 1.0)
+
+
 def test_two_forwards_before_a_backward_are_refused() -> None:
     from whale.integrations.accelerate import prepare
 

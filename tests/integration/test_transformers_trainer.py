@@ -140,6 +140,48 @@ def test_resume_in_the_middle_on_other_ranks(
         check_same(lines, expected[10:])
 
 
+# ---- what a script brings along
+
+
+class _Stream(torch.utils.data.IterableDataset[Any]):
+    """Samples that come one after the other, of which nobody knows the number."""
+
+    def __iter__(self) -> Any:
+        return iter(trainers.Sentences(23))
+
+
+def with_own(is_stock: bool, folder: str, streamed: bool) -> Lines:
+    """An optimizer with a schedule, as in `optimizers=`; streamed data."""
+    log = trainers.Log()
+    model = trainers.model(transformers.GPT2LMHeadModel)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    named: dict[str, Any] = {} if is_stock else {"whale": {}}
+    trainer = (transformers.Trainer if is_stock else WhaleTrainer)(
+        model=model,
+        args=trainers.settings(folder, max_steps=6),
+        train_dataset=_Stream() if streamed else trainers.Sentences(23),
+        data_collator=trainers.padded,
+        optimizers=(optimizer, schedule),
+        callbacks=[log],
+        **named,
+    )
+    trainer.train()
+    return trainers.kept(log.lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_own_schedule_and_streamed_data(tmp_path: Path, streamed: bool) -> None:
+    """The schedule went on with the optimizer of the whole model, which nobody steps: the rate stayed
+    what it was. Of streamed data every rank but the first one waited for batches from it.
+    """
+    (expected,) = run_ranks(with_own, 1, True, str(tmp_path), streamed)
+    assert expected[0]["learning_rate"] != expected[1]["learning_rate"]
+    for lines in run_ranks(with_own, 2, False, str(tmp_path), streamed):
+        check_same(lines, expected)
+
+
 # ---- own losses
 
 
@@ -186,12 +228,26 @@ def test_a_loss_that_changes_the_batch_is_refused(tmp_path: Path) -> None:
         trainers.language_model(_Noisy, str(tmp_path), {})
 
 
-def test_what_the_plan_decides_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="leave auto_find_batch_size out"):
+@pytest.mark.parametrize("name", ["auto_find_batch_size", "bf16_full_eval", "fp16_full_eval"])
+def test_what_the_plan_decides_is_refused(tmp_path: Path, name: str) -> None:
+    changes: dict[str, Any] = {name: True}
+    with pytest.raises(ValueError, match=f"leave {name} out"):
         WhaleTrainer(
             model=trainers.model(transformers.GPT2LMHeadModel),
-            args=trainers.settings(tmp_path, auto_find_batch_size=True),
+            args=trainers.settings(tmp_path, **changes),
         )
+
+
+def test_a_second_model_of_model_init_is_refused(tmp_path: Path) -> None:
+    trainer = WhaleTrainer(
+        model_init=lambda: trainers.model(transformers.GPT2LMHeadModel),
+        args=trainers.settings(tmp_path, max_steps=1),
+        train_dataset=trainers.Sentences(8),
+        data_collator=trainers.padded,
+    )
+    trainer.train()
+    with pytest.raises(ValueError, match="a new trainer for each training"):
+        trainer.train()
 
 
 def test_a_checkpoint_of_the_stock_trainer_is_refused(tmp_path: Path) -> None:

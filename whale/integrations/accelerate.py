@@ -26,7 +26,7 @@ from whale import api
 from whale.capture.model_call import Loss
 from whale.config import Config
 from whale.integrations.engine_model import Spread, spread
-from whale.integrations.one_process import pretend_one_process, sample_of
+from whale.integrations.one_process import as_first_process, follow_one_process, sample_of
 from whale.integrations.optimizers import follow
 
 CHECKPOINT = "whale"
@@ -56,8 +56,7 @@ def prepare(
         )
     given = whale.to_dict() if isinstance(whale, Config) else dict(whale or {})
     api.configure(**{**given, "precision": precision, "clip_grad_norm": None})
-    pretend_one_process()
-    accelerator.scaler = None  # the engine scales the loss for fp16 itself
+    follow_one_process(accelerator)
     model = _only(objects, torch.nn.Module, "model")
     optimizer = _only(objects, torch.optim.Optimizer, "optimizer")
     loaders = {id(one): one for one in objects if isinstance(one, DataLoader)}
@@ -67,12 +66,14 @@ def prepare(
             raise ValueError(
                 "whale: there is no loader to take a sample batch from. Try: prepare(..., sample=)"
             )
-        sample = sample_of(first, first.batch_size or 1)
+        of_sampler = getattr(first.batch_sampler, "batch_size", None)
+        sample = sample_of(first, first.batch_size or of_sampler or 1)
+    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
     made = spread(model, sample, optimizer, loss)
     prepared = _Optimizer(made.optimizer, device_placement=False)
     prepared._is_accelerate_prepared = True
     accelerator._optimizers.append(prepared)
-    _redirect(accelerator, made)
+    _redirect(accelerator, made, trained)
     results = []
     for one in objects:
         if one is model:
@@ -104,13 +105,23 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
         pass
 
 
-def _redirect(accelerator: Accelerator, made: Spread) -> None:
-    """Lets the accelerator's own calls reach the engine."""
+def _redirect(accelerator: Accelerator, made: Spread, trained: set[int]) -> None:
+    """Lets the accelerator's own calls reach the engine. `trained`: ids of the parameters of the
+    optimizer that the script has made.
+    """
     engine = made.engine
+    stock_load_state = accelerator.load_state
 
-    def clip_grad_norm_(_: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+    def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         if norm_type != 2:
             raise ValueError(f"whale: norm_type={norm_type} is not there. Try: 2")
+        one = isinstance(parameters, torch.Tensor)
+        given = {id(each) for each in ([parameters] if one else parameters)}
+        if not (given >= trained or given >= {id(each) for each in made.model.parameters()}):
+            raise ValueError(
+                f"whale: clip_grad_norm_ is given {len(given)} parameters, some of those that are "
+                "trained: the engine clips all of them by one norm. Try: model.parameters()"
+            )
         return torch.tensor(engine.clip_grad_norm(max_norm))
 
     def clip_grad_value_(*_: Any) -> None:
@@ -128,6 +139,11 @@ def _redirect(accelerator: Accelerator, made: Spread) -> None:
             )
         accelerator.step = position.step
 
+    def load_state(*arguments: Any, **named: Any) -> None:
+        with as_first_process():
+            stock_load_state(*arguments, **named)
+
+    accelerator.load_state = load_state
     accelerator.clip_grad_norm_ = clip_grad_norm_
     accelerator.clip_grad_value_ = clip_grad_value_
     accelerator.get_state_dict = lambda model, unwrap=True: model.state_dict()

@@ -50,6 +50,8 @@ def spread(
     sample = tuple(sample) if isinstance(sample, list) else sample
     engine = api.parallelize(model, sample, optimizer=factory.make, loss=loss)
     own = engine.optimizer or factory.without_parameters()
+    # a schedule that still holds the script's optimizer sets the rates of this one
+    optimizer.param_groups = own.param_groups
     return Spread(engine, EngineModel(engine, model), EngineOptimizer(engine, own))
 
 

@@ -14,7 +14,9 @@ from itertools import islice
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, PartialState
+from torch.utils.data import IterableDataset
 
 from whale import api
 
@@ -30,6 +32,30 @@ def pretend_one_process() -> None:
     PartialState._shared_state["process_index"] = api.rank()
 
 
+def follow_one_process(accelerator: Accelerator) -> None:
+    """Makes an accelerator read and scale as in one process."""
+    pretend_one_process()
+    accelerator.scaler = None  # the engine scales the loss for fp16 itself
+    # streamed data is read by process 0 alone and sent to the others: here every rank reads
+    accelerator.dataloader_config.dispatch_batches = False
+
+
+@contextmanager
+def as_first_process() -> Iterator[None]:
+    """Inside, each rank reads files of the first process: those of random numbers, which all ranks
+    draw alike. A rank may have none of its own, when a run goes on with more ranks.
+    """
+    shared: list[Any] = [PartialState._shared_state, AcceleratorState._shared_state]
+    before = [dict(state) for state in shared]
+    for state in shared:
+        state["process_index"] = 0
+    try:
+        yield
+    finally:
+        for state, values in zip(shared, before, strict=True):
+            state["process_index"] = values.get("process_index", api.rank())
+
+
 def sample_of(loader: Any, size: int) -> Any:
     """A batch to capture the model with, in the form of the loader's, without moving the loader or
     any random number.
@@ -39,9 +65,14 @@ def sample_of(loader: Any, size: int) -> Any:
     with same_random_numbers():
         if dataset is None or collate is None:
             return next(iter(loader))
-        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-            return collate([dataset[place] for place in range(min(size, len(dataset)))])
-        return collate(list(islice(iter(dataset), size)))
+        has_places = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        is_stream = isinstance(dataset, IterableDataset) or not has_places
+        if getattr(loader, "batch_sampler", None) is None and loader.batch_size is None:
+            # the dataset gives whole batches
+            return collate(next(iter(dataset)) if is_stream else dataset[0])
+        if is_stream:
+            return collate(list(islice(iter(dataset), size)))
+        return collate([dataset[place] for place in range(min(size, len(dataset)))])
 
 
 @contextmanager

@@ -22,7 +22,12 @@ from torch import Tensor
 from whale import api
 from whale.config import Config
 from whale.integrations.engine_model import EngineModel, Output, Spread, spread
-from whale.integrations.one_process import pretend_one_process, sample_of
+from whale.integrations.one_process import (
+    follow_one_process,
+    pretend_one_process,
+    sample_of,
+)
+from whale.integrations.optimizers import follow
 from whale.runtime.engine import Engine
 
 CHECKPOINT = "whale"
@@ -50,6 +55,8 @@ class WhaleTrainer(transformers.Trainer):
             "fsdp": self.is_fsdp_enabled,
             "auto_find_batch_size": self.args.auto_find_batch_size,
             "torch_compile": self.args.torch_compile,
+            "bf16_full_eval": self.args.bf16_full_eval,
+            "fp16_full_eval": self.args.fp16_full_eval,
             "neftune_noise_alpha": self.args.neftune_noise_alpha is not None,
         }
         for name, is_set in refused.items():
@@ -73,8 +80,7 @@ class WhaleTrainer(transformers.Trainer):
         pretend_one_process()
         self.args._n_gpu = min(self.args._n_gpu, 1)  # no DataParallel
         super().create_accelerator_and_postprocess()
-        pretend_one_process()
-        self.accelerator.scaler = None  # the engine scales the loss for fp16 itself
+        follow_one_process(self.accelerator)
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
@@ -89,6 +95,11 @@ class WhaleTrainer(transformers.Trainer):
         if self._spread is None:
             super().create_optimizer(model)  # of the whole model; made again for this rank's part
             self._start()
+        elif self.optimizer is None:
+            raise ValueError(
+                "WhaleTrainer: model_init makes another model, but the ranks have one already, of "
+                "an earlier train() or evaluate(). Try: a new trainer for each training"
+            )
         return self.optimizer
 
     def _start(self) -> None:
@@ -100,6 +111,8 @@ class WhaleTrainer(transformers.Trainer):
         made: torch.optim.Optimizer = self.__dict__["optimizer"]
         self._spread = spread(self.model, sample, made, self._loss)
         self.optimizer = self._spread.optimizer
+        if self.lr_scheduler is not None:  # the script's own
+            follow(self.lr_scheduler, self._spread.optimizer)
         self.model_wrapped = self._spread.model
 
     def _sample_size(self) -> int:
