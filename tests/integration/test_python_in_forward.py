@@ -186,3 +186,42 @@ def test_code_that_goes_through_a_set_trains_on_all_ranks(config: dict[str, Any]
     expected = local_training(model, data, None, sgd).losses
     for losses in run_ranks(train_set, 2, config):
         assert losses == pytest.approx(expected, rel=1e-12)
+
+
+class NamedAsTorch(nn.Module):
+    """Weights and layers with names that a graph module of torch has itself; the class weights of a
+    loss lie in buffers whose names differ by a dot.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.full((WIDTH,), 0.5, dtype=DOUBLE))
+        self.graph = nn.Linear(WIDTH, 3, dtype=DOUBLE)
+        self.register_buffer("meta", torch.ones(WIDTH, dtype=DOUBLE))
+        self.register_buffer("recompile", torch.tensor([1.0, 2.0, 3.0], dtype=DOUBLE))
+        self.register_buffer("a_b", torch.tensor([3.0, 1.0, 2.0], dtype=DOUBLE))
+        self.a = nn.Module()
+        self.a.register_buffer("b", torch.tensor([1.0, 5.0, 2.0], dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.meta += self.code.detach()
+        labels = x[:, 0].abs().long() % 3
+        losses = F.cross_entropy(self.graph(x * self.code + self.meta), labels, reduction="none")
+        found = torch.zeros((), dtype=DOUBLE)
+        for weight in (self.a_b, self.a.b, self.recompile):
+            found = found + (losses * weight[labels]).sum() / weight[labels].sum()
+        return found
+
+
+@pytest.mark.parametrize("marks", [{}, {"*": wh.split(1)}])
+def test_names_that_torch_has_itself(marks: dict[str, wh.Strategy]) -> None:
+    """`code` ended in a traceback; of two buffers in denominators one was read twice."""
+    torch.manual_seed(0)
+    model = NamedAsTorch()
+    data = [rows(8, WIDTH), rows(8, WIDTH)]
+    reference = local_training(deepcopy(model), data, None, sgd)
+    wh.init(wh.Config({"clip_grad_norm": 100.0}))
+    engine = wh.parallelize(wh.annotate(model, marks) if marks else model, data[0], optimizer=sgd)
+    losses = [engine.step(batch).loss for batch in data]
+    assert losses == pytest.approx(reference.losses, rel=1e-12)
+    assert engine.full_state_dict().keys() == NamedAsTorch().state_dict().keys()

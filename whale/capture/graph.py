@@ -35,6 +35,21 @@ class BatchTensor:
     """(dim, name) of dims that vary between batches; dims of one name have one size in a batch"""
 
 
+_TAKEN = frozenset(dir(GraphModule(torch.nn.Module(), Graph())))
+"""names that every GraphModule has itself: `code`, `graph`, `meta`"""
+_APART = "whale_"
+
+
+def attribute_of(name: str) -> str:
+    """Where a GraphModule has the tensor of this name, which may be one that is taken."""
+    return f"{_APART}{name}" if name.partition(".")[0] in _TAKEN else name
+
+
+def name_at(attribute: object) -> str:
+    """The name of the tensor that lies there."""
+    return str(attribute).removeprefix(_APART)
+
+
 @dataclass(frozen=True)
 class StateTensor:
     """A parameter, buffer or constant of the model, under its first name."""

@@ -37,6 +37,7 @@ class WholeBatch:
         self._graph = Graph()
         self._module = torch.nn.Module()
         self._sources: list[Node] = []
+        self._num_attributes = 0
         self._placeholders: dict[Any, Node] = {}
         self._copies: dict[Node, Node] = {}
         for node in captured.placeholders:
@@ -183,7 +184,8 @@ class WholeBatch:
         return bases
 
     def _attribute(self, name: str) -> Node:
-        attribute = name.replace(".", "_")
+        self._num_attributes += 1
+        attribute = f"state_{self._num_attributes}"
         value = self.captured.constants.get(name)
         if value is None:
             state = self.captured.state[name]

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from whale.capture.graph import CapturedGraph, Recomputed, cut_region
+from whale.capture.graph import CapturedGraph, Recomputed, attribute_of, cut_region, name_at
 from whale.capture.lengths import Numbers
 from whale.capture.sample_states import batch_dim
 from whale.compat import enter_autocast, exit_autocast
@@ -188,7 +188,7 @@ def build_chunk(
         copies[node] = graph.placeholder(node.name)
     _copy_state(graph, part.state, set(updates), copies)
     for name in sorted(set(updates) - {str(node.target) for node in part.state}):
-        graph.create_node("get_attr", name)  # written and never read
+        graph.create_node("get_attr", attribute_of(name))  # written and never read
     readers = readers_of(part.state, part.operations, around.blocks)
     objects = _Objects(
         graph.create_node("get_attr", _GROUP) if around.subgroup is not None else None,
@@ -261,7 +261,7 @@ def module_of_operations(
     for node in operations:
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in copies:
-                copies[source] = graph.create_node("get_attr", str(source.target))
+                copies[source] = graph.create_node("get_attr", attribute_of(str(source.target)))
     _copy_run(graph, operations, copies, _Objects(None, None, None))
     graph.output(tuple(copies[node] for node in results))
     return GraphModule(_root(weights, {}, Surroundings(weights, None)), graph)
@@ -287,7 +287,7 @@ def _root(
     for name, region in regions.items():
         root.add_module(name, region)
     for name, tensor in attributes.items():
-        *path, leaf = name.split(".")
+        *path, leaf = attribute_of(name).split(".")
         owner = root
         for step in path:
             if not hasattr(owner, step):
@@ -310,7 +310,7 @@ def _copy_state(
     graph: Graph, state: Sequence[Node], updated: set[str], copies: dict[Node, Node]
 ) -> None:
     for node in state:
-        copies[node] = graph.create_node("get_attr", str(node.target))
+        copies[node] = graph.create_node("get_attr", attribute_of(str(node.target)))
         if str(node.target) in updated:
             # what is saved for backward must not change when the buffer gets its new value
             copies[node] = graph.call_function(aten.clone.default, (copies[node],))
@@ -432,5 +432,5 @@ def _drop_unused(graph: Graph, updates: set[str]) -> None:
     writes go.
     """
     for node in reversed(list(graph.nodes)):
-        if node.op == "get_attr" and not node.users and node.target not in updates:
+        if node.op == "get_attr" and not node.users and name_at(node.target) not in updates:
             graph.erase_node(node)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule, Node
 
+from whale.capture.graph import name_at
 from whale.devices import backend_of
 from whale.lowering.exchange import Groups, run
 from whale.lowering.sharded_linear import LinearPlan, Under, sharded_linear
@@ -245,7 +246,7 @@ def overlap(module: GraphModule, keep: bool = True, away: Collection[str] = ()) 
         if plan.sends or plan.sends_back:
             exchanges.append(node)
     weights = [node for node in exchanges if node.args[0].op == "get_attr"]
-    at_once = {node for node in weights if node.args[0].target in away}
+    at_once = {node for node in weights if name_at(node.args[0].target) in away}
     ends = [_take_apart(module, node, keep, node in at_once) for node in exchanges]
     if not keep:
         _watch(module.graph)

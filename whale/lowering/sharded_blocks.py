@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch.fx import GraphModule, Node
 
-from whale.capture.graph import Recomputed
+from whale.capture.graph import Recomputed, name_at
 from whale.lowering.blocks import (
     Blocks,
     BlockWeights,
@@ -61,7 +61,7 @@ class _Bringing:
         results: list[Blocks | None] = []
         for node in nodes:
             if node.op == "get_attr":
-                block = self.weights.block_of.get(str(node.target))
+                block = self.weights.block_of.get(name_at(node.target))
                 behind[node] = () if block is None else (block,)
             elif node.op == "output":
                 results = self._results(node, behind, residence)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from whale.capture.graph import Recomputed, cut_region
+from whale.capture.graph import Recomputed, attribute_of, cut_region
 from whale.compat import enter_autocast, exit_autocast
 from whale.operations.nodes import op_name, tensor_nodes, trains_batch_norm
 from whale.operations.operation import Shapes
@@ -207,7 +207,7 @@ class _Emitter:
     def _state(self, node: Node) -> None:
         name = str(node.target)
         _register(self.root, name, self.weights[name])
-        copy = self.graph.create_node("get_attr", name)
+        copy = self.graph.create_node("get_attr", attribute_of(name))
         if name in self.space.program.updates:
             # what is saved for backward must not change when the buffer gets its new value
             copy = self.graph.call_function(torch.ops.aten.clone.default, (copy,))
@@ -411,7 +411,7 @@ def _output_placements(chosen: Mapping[str, Option], number: int) -> dict[str, P
 
 def _register(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Puts a tensor under its original name, in nested modules."""
-    *path, leaf = name.split(".")
+    *path, leaf = attribute_of(name).split(".")
     owner = root
     for step in path:
         if not hasattr(owner, step):
