@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale as wh
@@ -335,3 +336,46 @@ def test_a_buffer_that_two_stages_read_is_refused() -> None:
     with pytest.raises(ValueError, match=r"buffer mean gets its new value on stage ., and stage"):
         wh.plan(ReadTwice(), torch.randn(4, WIDTH), cluster=2)
     wh.plan(ReadTwice(), torch.randn(4, WIDTH), cluster=1)
+
+
+class RunningInputs(nn.Module):
+    """Inputs scaled by running statistics of their own, as those of a policy are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return self.layer(x - self.mean).square().mean()
+
+
+class SeenClasses(nn.Module):
+    """Rare classes count more, by all that were seen so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 5, dtype=DOUBLE)
+        self.register_buffer("seen", torch.ones(5, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        labels = x[:, 0].abs().long() % 5
+        self.seen += torch.bincount(labels, minlength=5)
+        return F.cross_entropy(self.layer(x), labels, weight=1 / self.seen)
+
+
+@pytest.mark.parametrize("build", [RunningInputs, SeenClasses])
+def test_statistics_of_the_whole_mini_batch_are_updated_once(build: Callable[[], Any]) -> None:
+    """Every micro-batch updated them by the same numbers again."""
+    torch.manual_seed(0)
+    model = build()
+    data = [rows(8, WIDTH), rows(8, WIDTH)]
+    reference = local_training(deepcopy(model), data, None, sgd).losses
+    wh.init(wh.Config({"num_micro_batch": 2}))
+    with pytest.raises(ValueError, match=r'local training does so once.*"num_micro_batch": 1'):
+        wh.parallelize(deepcopy(model), data[0], optimizer=sgd)
+    wh.init(wh.Config())
+    engine = wh.parallelize(model, data[0], optimizer=sgd)
+    assert [engine.step(batch).loss for batch in data] == pytest.approx(reference, rel=1e-12)

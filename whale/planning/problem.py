@@ -197,6 +197,8 @@ def check_loss_and_buffers(
     if widest > 1:
         _refuse_sample_buffers(captured)
         _refuse_other_batch_norms(captured)
+    if num_micro_batch > 1:
+        _refuse_repeated_updates(captured, num_micro_batch)
 
 
 def _refuse_other_batch_norms(captured: CapturedGraph) -> None:
@@ -209,6 +211,20 @@ def _refuse_other_batch_norms(captured: CapturedGraph) -> None:
                 f"`{op_name(node)}` ({user_line(node)}) would take the statistics of the samples "
                 "of each device, not of the micro-batch. Try: torch.nn.functional.batch_norm, "
                 "whose statistics are summed over the devices"
+            )
+
+
+def _refuse_repeated_updates(captured: CapturedGraph, num_micro_batch: int) -> None:
+    """Buffers computed from what is known of the whole mini-batch (a mean of its inputs, say): each
+    micro-batch would update them by the same again.
+    """
+    for name, value in captured.buffer_updates.items():
+        if any(node.meta.get("whole") for node in slice_stage([value], RECOMPUTED, {}).inputs):
+            raise ValueError(
+                f"buffer {name} is computed from the whole mini-batch ({user_line(value)}), and "
+                f"each of {num_micro_batch} micro-batches would update it again: local training "
+                'does so once in a step. Try: "num_micro_batch": 1, or compute it in the loader '
+                "and give it in the batch"
             )
 
 
