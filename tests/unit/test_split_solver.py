@@ -5,6 +5,7 @@ formulas of tensor parallelism say.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 
@@ -26,6 +27,7 @@ from whale.planning.grids import grid_shapes
 from whale.plans.grid import Grid
 from whale.plans.layout import Layout
 from whale.plans.sharding import Sharding
+from whale.sharding import eliminate
 from whale.sharding.eliminate import Tables
 from whale.sharding.emit import emit
 from whale.sharding.reasons import with_reasons
@@ -73,6 +75,29 @@ def test_elimination_finds_the_optimum(data: st.DataObject) -> None:
     assert (
         total == min(cost(choice) for choice in product(*map(range, sizes))) == cost(tuple(found))
     )
+
+
+def test_variables_are_settled_where_tables_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in a loop over time ended in a traceback: 12,288,000 entries on a single axis."""
+    monkeypatch.setattr(eliminate, "LARGEST_TABLE", 30)
+    generator = np.random.default_rng(0)
+    pairs = [(one, other) for one in range(6) for other in range(one)]
+    tables = Tables([3] * 6)
+    costs = {pair: generator.random((3, 3)) for pair in pairs}
+    for pair, table in costs.items():
+        tables.add(pair, table)
+    tables.add([0], np.array([1.0, 0.0, 2.0]))
+    with pytest.raises(eliminate.TooWide):
+        tables.solve()
+
+    def cost(chosen: Sequence[int]) -> float:
+        alone = (1.0, 0.0, 2.0)[chosen[0]]
+        return alone + sum(table[chosen[i], chosen[j]] for (i, j), table in costs.items())
+
+    everything = [cost(chosen) for chosen in product(range(3), repeat=6)]
+    chosen, total = tables.solve(is_exact=False)
+    assert total == pytest.approx(cost(chosen))
+    assert total <= np.quantile(everything, 0.05)
 
 
 class Block(nn.Module):

@@ -6,6 +6,10 @@ Variables are eliminated one after the other: all tables of a variable are summe
 entry along it stays and its place is kept. The next variable is always the one that leaves the
 smallest table. Walking back gives every choice: the result is the optimum. Equal layers of a model
 give equal tables; each is computed once.
+
+Where many variables hang together (a weight that every time step of a loop reads), even the smallest
+table may be too large. Then the variable with most tables is settled first, by the least that each of
+its choices costs in them, and the rest is solved: a good choice, not always the best.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ LARGEST_TABLE = 6_000_000
 
 
 class TooWide(Exception):
-    """The tables would not fit: choose for fewer axes at a time."""
+    """The tables would not fit: choose for fewer axes at a time, or settle variables before."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +56,10 @@ class Tables:
         key = (costs.shape, costs.tobytes())
         self.tables.append(Table(tuple(variables), self._known.setdefault(key, costs)))
 
-    def solve(self) -> tuple[list[int], float]:
-        """(choice of each variable, total cost)."""
+    def solve(self, is_exact: bool = True) -> tuple[list[int], float]:
+        """(choice of each variable, total cost). `is_exact`: `TooWide` where the optimum would need
+        too large a table; otherwise some variables are settled before.
+        """
         of: dict[int, dict[int, Table]] = {
             variable: {} for variable in range(len(self.num_choices))
         }
@@ -73,6 +79,14 @@ class Tables:
             if now > size:
                 heapq.heappush(heap, (now, variable))
                 continue
+            if not is_exact and now * self.num_choices[variable] > LARGEST_TABLE:
+                settled, choice, number = self._settle(variable, of)
+                constant += number
+                order.append((settled, (), np.array(choice)))
+                done.add(settled)
+                for other in of:
+                    heapq.heappush(heap, (self._size_without(other, of), other))
+                continue
             done.add(variable)
             rest, costs, places = self._eliminate(variable, list(of.pop(variable).values()), of)
             order.append((variable, rest, places))
@@ -87,6 +101,33 @@ class Tables:
         for variable, rest, places in reversed(order):
             chosen[variable] = int(places[tuple(chosen[other] for other in rest)])
         return chosen, constant
+
+    def _settle(self, variable: int, of: dict[int, dict[int, Table]]) -> tuple[int, int, float]:
+        """(variable, choice, costs that are known by it) of the one with most tables around
+        `variable`. Its tables are cut to the choice.
+        """
+        around = {other for table in of[variable].values() for other in table.variables}
+        settled = max(sorted(around), key=lambda other: len(of[other]))
+        tables = list(of.pop(settled).values())
+        least = np.zeros(self.num_choices[settled])
+        for table in tables:
+            axis = table.variables.index(settled)
+            others = tuple(each for each in range(table.costs.ndim) if each != axis)
+            least += table.costs.min(axis=others)
+        choice = int(least.argmin())
+        constant = 0.0
+        for table in tables:
+            rest = tuple(other for other in table.variables if other != settled)
+            cut = np.asarray(table.costs.take(choice, table.variables.index(settled)))
+            if not rest:
+                constant += float(cut)
+                continue
+            left = Table(rest, self._known.setdefault((cut.shape, cut.tobytes()), cut))
+            for other in rest:
+                del of[other][id(table)]
+                of[other][id(left)] = left
+            self.tables.append(left)  # its id stays its own
+        return settled, choice, constant
 
     def _size_without(self, variable: int, of: Mapping[int, Mapping[int, Table]]) -> int:
         around = {other for table in of[variable].values() for other in table.variables} - {

@@ -11,7 +11,8 @@
     subject to   z cuts samples; x and y cut different dims of a product's weight   -> space.py
                  parameters that other stages share lie as `fixed` says
 
-The minimum is exact for each block of axes, by eliminating variables (eliminate.py): z first (the
+The minimum is exact for each block of axes, by eliminating variables (eliminate.py), unless that
+takes too large a table: z first (the
 samples), then x and y together, then z again                                       -> Solver.choose
 
 Operations of one class (the same operation in equal layers) have the same tables, which are made
@@ -231,12 +232,12 @@ class Solver:
             return self._choose_together(block)
         except TooWide:
             if len(block) == 1:
-                raise
+                return self._choose_together(block, is_exact=False)
             for axis in block:
-                total = self._choose_together((axis,))
+                total = self._choose((axis,))
             return total
 
-    def _choose_together(self, block: tuple[str, ...]) -> float:
+    def _choose_together(self, block: tuple[str, ...], is_exact: bool = True) -> float:
         variables = [self._variable(node, block) for node in self.variables]
         active = [number for number in range(len(variables)) if number not in self.leaves]
         in_tables = {number: position for position, number in enumerate(active)}
@@ -258,7 +259,7 @@ class Solver:
             for positions, table in found.tables:
                 places = [in_tables[numbers[position]] for position in positions]
                 tables.add(places, table * read.times)
-        found_choices, total = tables.solve()
+        found_choices, total = tables.solve(is_exact)
         choice = dict(zip(active, found_choices, strict=True))
         for leaf, reader, choices in following:
             choice[leaf] = int(choices[choice[reader]])
