@@ -33,6 +33,16 @@ class SizesAsInts(Layered):
         return x.reshape(num_samples * length, width).tanh().reshape(num_samples, length, width)
 
 
+class Lengths(Layered):
+    """Sizes by `len`, of tensors and of what is none."""
+
+    def unusual(self, x: Tensor) -> Tensor:
+        parts = [x, x.tanh()]
+        found = torch.cat(parts).view(len(parts), len(x), -1).sum(0)
+        zeros = torch.zeros(len(found), 1, dtype=x.dtype)
+        return torch.cat([found, zeros], 1) * len({"a": 1})
+
+
 class ManySamples(Layered):
     """Takes another path for a large batch; a micro-batch takes that of its mini-batch."""
 
@@ -66,6 +76,7 @@ class SizeInLoss(Layered):
 
 CASES: Cases = {
     "arange as a list": (ListOfNumbers, lambda: rows(8, WIDTH)),
+    "len of tensors": (Lengths, lambda: rows(8, 3, WIDTH)),
     "int of sizes": (SizesAsInts, lambda: rows(8, 3, WIDTH)),
     "branch on the batch size": (ManySamples, lambda: rows(10, WIDTH)),
     "branch that a small batch does not take": (ManySamples, lambda: rows(6, WIDTH)),

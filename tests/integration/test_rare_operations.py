@@ -200,6 +200,16 @@ class MaskToken(nn.Module):
         return self.layer(hidden.view(-1, WIDTH)).square().mean()
 
 
+class TopRows(Layered):
+    """The rows with the largest first entries, in their order, and one entry of each."""
+
+    def unusual(self, x: Tensor) -> Tensor:
+        order = x[..., 0].argsort(1, descending=True)
+        top = x.take_along_dim(order[:, :2, None], 1)
+        one = torch.take_along_dim(x, order[:, None, :1], dim=-1)
+        return top.flatten(1) * one.sum(1)
+
+
 class WithDistributions(nn.Module):
     """Distributions look at all values that they are given, unless they are told not to."""
 
@@ -236,6 +246,7 @@ CASES: Cases = {
         MaskToken,
         lambda: (rows(8, 3, WIDTH), torch.rand(8, 3) < 0.5),
     ),
+    "rows picked along a dim": (TopRows, lambda: rows(8, 3, WIDTH)),
     "distributions": (WithDistributions, lambda: (rows(8, WIDTH), torch.randint(0, 3, (8,)))),
     "CTC loss, mean": (lambda: Speech("mean"), long_speech),
     "CTC loss, sum without infinities": (lambda: Speech("sum", zero_infinity=True), speech),

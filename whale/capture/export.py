@@ -172,12 +172,15 @@ def export_model(
     return Exported(program, marks, findings, wrapper.seen, tuple(left))
 
 
+_READS_SIZE = re.compile(r"\bint\b|\blen\b")
+
+
 @dataclass(frozen=True)
 class _Attempt:
     """What an export tries beyond the plain form. Most models need nothing."""
 
     files: frozenset[str] = frozenset()
-    """where `int(size)` leaves the size a symbol"""
+    """where `int(size)` and `len(tensor)` leave the size a symbol"""
     any_batch: bool = True
     """the graph must hold for every number of samples; otherwise for those that its conditions name
     (`Conditions`): a branch on the batch size is the one that the sample batch takes
@@ -189,7 +192,8 @@ class _Attempt:
     def after(self, error: Exception, sizes: SizeConditions) -> _Attempt | None:
         """What to try after this error; None: nothing helps."""
         if fixes_size(error):
-            new = {place.file for place in sizes.equations() if "int" in place.source}
+            reads = [place for place in sizes.equations() if _READS_SIZE.search(place.source)]
+            new = {place.file for place in reads}
             new -= self.hashed
             return replace(self, files=self.files | new) if new - self.files else None
         if hashing := hashes_size(error) & self.files:

@@ -18,6 +18,8 @@ not hold them as they are. Each computes the same.
                                       sum of the windows to raise
     torch.arange(2, 5).tolist()       the numbers: they depend on nothing
     int(size) for size in x.shape     the size as it is, still a symbol (`sizes_stay_symbols`)
+    len(x)                            the same
+    x.take_along_dim(places, dim)     a `gather`: torch compares sizes of other dims as numbers
 """
 
 from __future__ import annotations
@@ -154,6 +156,22 @@ def _bincount(classes: Tensor, weights: Tensor | None = None, minlength: int = 0
     return (hot * weights.unsqueeze(-1)).sum(0)
 
 
+def _take_along_dim(values: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    """`torch.take_along_dim`, which compares the sizes of other dims as numbers."""
+    if dim is None:
+        return values.flatten().gather(0, indices.flatten())
+    sizes = []
+    for own, other in zip(values.shape, indices.shape, strict=True):
+        is_one = isinstance(own, int) and own == 1  # a symbol is never asked
+        sizes.append(other if is_one else own)
+    place = dim % values.ndim
+    of_values = [*sizes]
+    of_values[place] = values.shape[place]
+    of_indices = [*sizes]
+    of_indices[place] = indices.shape[place]
+    return values.expand(of_values).gather(place, indices.expand(of_indices))
+
+
 class _KnownNumbers(TorchFunctionMode):
     """Calls the stand-ins of functions of torch's C++, and remembers tensors that are made of
     Python numbers alone, until somebody asks for these.
@@ -164,6 +182,8 @@ class _KnownNumbers(TorchFunctionMode):
         torch.Tensor.bincount: _bincount,
         torch.fake_quantize_per_channel_affine: fake_quantize_per_channel,
         torch.fake_quantize_per_tensor_affine: fake_quantize_per_tensor,
+        torch.take_along_dim: _take_along_dim,
+        torch.Tensor.take_along_dim: _take_along_dim,
         torch.istft: istft,
         torch.Tensor.istft: istft,
     }
@@ -238,11 +258,19 @@ class SymbolicInt(builtins.int, metaclass=_SymbolicInt):
     """
 
 
+def symbolic_len(value: Any) -> Any:
+    """`len` for the files of a model: of a tensor its first size, which may be a symbol."""
+    if isinstance(value, Tensor) and value.ndim:
+        return value.shape[0]
+    return builtins.len(value)
+
+
 @contextmanager
 def sizes_stay_symbols(files: Collection[str], hashing: Collection[str] = ()) -> Iterator[None]:
-    """`int(size)` in these files gives the symbol; in those that hash sizes, a number that stands
-    for it.
+    """`int(size)` and `len(tensor)` in these files give the symbol; in those that hash sizes, `int`
+    gives a number that stands for it.
     """
+    lengths = set(map(os.path.abspath, files))
     numbers = SizeNumbers()
     stand_in: dict[str, Any] = dict.fromkeys(map(os.path.abspath, files), SymbolicInt)
     stand_in |= dict.fromkeys(map(os.path.abspath, hashing), numbers.number_of)
@@ -251,6 +279,8 @@ def sizes_stay_symbols(files: Collection[str], hashing: Collection[str] = ()) ->
             file = os.path.abspath(getattr(module, "__file__", None) or "")
             if file in stand_in:
                 stack.enter_context(patched_item(vars(module), "int", stand_in[file]))
+            if file in lengths:
+                stack.enter_context(patched_item(vars(module), "len", symbolic_len))
         if hashing:
             stack.enter_context(numbers)
         yield
