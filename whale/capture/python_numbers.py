@@ -193,8 +193,8 @@ def _holds_settings(value: Any) -> bool:
     """Whether a script may keep numbers there that it changes: a dict, a namespace, or an object of
     a class of its own.
     """
-    namespaces = (dict, argparse.Namespace, SimpleNamespace)
-    return isinstance(value, namespaces) or _is_own_class(type(value))
+    cls: type = type(value)
+    return isinstance(value, (dict, argparse.Namespace, SimpleNamespace)) or _is_own_class(cls)
 
 
 @functools.cache

@@ -46,8 +46,11 @@ class TrainingStep(torch.nn.Module):
         self.is_single = is_single
         # numbers that the graph may depend on, where code of the module reads them: with each new
         # value it is captured again
-        read = read_by_own_methods(type(module))
-        self.watched = [name for name in ("current_epoch", "global_step") if name in read]
+        cls: type = type(module)
+        read = read_by_own_methods(cls)
+        self.watched: list[str] = [
+            each for each in ("current_epoch", "global_step") if each in read
+        ]
         if _reads_index(module.training_step):
             self.watched.append("index")
         self._given_index: tuple[Any, ...] = ()
