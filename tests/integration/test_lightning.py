@@ -14,9 +14,13 @@ from torch import Tensor, nn
 lightning = pytest.importorskip("lightning")
 
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    Callback,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 
-from tests.ranks import run_ranks  # noqa: E402
+from tests.ranks import RankError, run_ranks  # noqa: E402
 
 STAGES = {"num_task_graph": 2, "num_micro_batch": 2}
 NUM_STEPS = 20
@@ -252,6 +256,30 @@ def test_a_step_that_leaves_out_a_batch_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="training_step gave None"):
         trainer.fit(Leaving(), loader(12, 0))
+
+
+def fit_averaged() -> None:
+    from whale.integrations.lightning import WhaleStrategy
+
+    warnings.simplefilter("ignore")
+    Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=1,
+        strategy=WhaleStrategy(whale=STAGES),
+        callbacks=[StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Classifier(), loader(12, 0))
+
+
+@pytest.mark.slow
+def test_averages_of_weights_that_are_elsewhere_are_refused() -> None:
+    """They ended in a traceback about meta tensors, in the second epoch."""
+    with pytest.raises(RankError, match="StochasticWeightAveraging reads the weights"):
+        run_ranks(fit_averaged, 2)
 
 
 def test_several_optimizers_are_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
@@ -134,11 +135,24 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._spread = spread(step, batch, optimizer.own)
         # a rank may have been given the graph of rank 0, and have run nothing
         self._logged.options = self.engine.ranks.from_first(self._logged.options)
+        self._refuse_readers()
         optimizer.engine = self._spread.engine
         optimizer.own = self._spread.optimizer.own
         if self._loaded is not None:
             self.engine.load(self._loaded)
             self._loaded = None
+
+    def _refuse_readers(self) -> None:
+        """Refuses callbacks that read weights between steps, where this rank has not all of them."""
+        module = self.lightning_module
+        readers = (StochasticWeightAveraging, WeightAveraging)
+        for callback in module.trainer.callbacks:
+            if isinstance(callback, readers) and any(p.is_meta for p in module.parameters()):
+                raise ValueError(
+                    f"WhaleStrategy: {type(callback).__name__} reads the weights while the module "
+                    "trains, and they lie on several ranks. Try: leave it out, or data "
+                    "parallelism, where every rank has all of them"
+                )
 
     # ---- everything else runs on whole copies
 
