@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -52,3 +55,27 @@ def test_sparse_gradients_train_like_local(is_split: bool) -> None:
     for name, gradient in trace.gradients.items():
         trace.gradients[name] = gradient.to_dense() if gradient.is_sparse else gradient
     compare(reference, trace)
+
+
+class SparseBag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(8, WIDTH, mode="sum", sparse=True, dtype=DOUBLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bag(x).square().mean()
+
+
+def sparse_adam(pairs: Any) -> torch.optim.Optimizer:
+    return torch.optim.SparseAdam([parameter for _, parameter in pairs], lr=0.1)
+
+
+def test_a_bag_has_sparse_gradients_for_optimizers_that_need_them() -> None:
+    """They were dense, which SparseAdam refuses."""
+    torch.manual_seed(0)
+    model = SparseBag()
+    data = sparse_data()
+    expected = local_training(deepcopy(model), data, None, sparse_adam).losses
+    wh.init(wh.Config({"num_micro_batch": 2}))
+    engine = wh.parallelize(model, data[0], optimizer=sparse_adam)
+    assert [engine.step(batch).loss for batch in data] == pytest.approx(expected, rel=1e-12)

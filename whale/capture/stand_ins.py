@@ -85,7 +85,8 @@ def _embedding_bag(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -
     changes_weights = options["max_norm"] is not None or options["scale_grad_by_freq"]
     if tokens.ndim != 2 or options["offsets"] is not None or changes_weights:
         return original(*args, **kwargs)
-    rows = F.embedding(tokens, options["weight"])  # (bag, token, feature)
+    # (bag, token, feature)
+    rows = F.embedding(tokens, options["weight"], sparse=options["sparse"])
     if options["per_sample_weights"] is not None:
         rows = rows * options["per_sample_weights"].unsqueeze(-1)
     padding = options["padding_idx"]
