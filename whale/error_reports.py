@@ -36,8 +36,11 @@ LONGEST_LINE = 120
 class FailedElsewhereError(ValueError):
     """Another rank failed in what all ranks do together; this one has nothing else to say."""
 
-    def __init__(self, rank: int, text: str) -> None:
-        super().__init__(f"rank {rank} failed while all ranks were preparing: {text}")
+    @classmethod
+    def of(cls, rank: int, text: str) -> FailedElsewhereError:
+        """The error that says what the other rank said."""
+        # not an `__init__` of two arguments: an error that is pickled is made again from one text
+        return cls(f"rank {rank} failed while all ranks were preparing: {text}")
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def test_top_is_not_cut_off_at_80_columns(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80)
     console.print(metrics_table({100: line}, 2367.0, {"step": 99_999, "time": 0.0}))
     assert isinstance(console.file, io.StringIO)
-    *_, head, row = console.file.getvalue().splitlines()
+    *_, head, _, row = console.file.getvalue().splitlines()
     assert head.split()[0] == "rank" and "…" not in head
     assert row.split()[0] == "100" and row.endswith("39 min ago")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,7 @@ def test_a_late_rank_and_a_later_attempt_are_shown(
 def test_a_rank_that_only_heard_of_it_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error = FailedElsewhereError(0, "DoesNotFit: no plan fits. Try: less")
+    error = FailedElsewhereError.of(0, "DoesNotFit: no plan fits. Try: less")
     follower = report_of(error, Path("train.py"))
     for rank in (1, 2):
         written(tmp_path, 0, rank, follower)
@@ -141,3 +142,10 @@ def test_a_rank_that_only_heard_of_it_is_named(
         "\nrank 0: no plan fits. Try: less\n"
         "ranks 1-2 ended because of it (rank 0 failed while all ranks were preparing)\n"
     )
+
+
+def test_errors_come_through_a_pickle_as_they_are() -> None:
+    """Launchers of others, and `multiprocessing`, send an error of a rank to another process."""
+    error = pickle.loads(pickle.dumps(FailedElsewhereError.of(3, "ValueError: no")))
+    assert isinstance(error, FailedElsewhereError)
+    assert str(error) == "rank 3 failed while all ranks were preparing: ValueError: no"

@@ -190,7 +190,7 @@ class Ranks:
             raise error
         for rank, text in enumerate(errors):
             if text is not None:
-                raise FailedElsewhereError(rank, text)
+                raise FailedElsewhereError.of(rank, text)
 
 
 def _join(device: LocalDevice, timeout: datetime.timedelta) -> None:
