@@ -7,6 +7,7 @@ import platform
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 from typer.testing import CliRunner
@@ -14,6 +15,8 @@ from typer.testing import CliRunner
 from whale import devices
 from whale.cli import app
 from whale.devices import CudaDevice, GpuProperties
+from whale.devices.vendors import has_kernels
+from whale.distributed import ranks
 from whale.doctor import facts, gpu_check
 from whale.doctor.facts import Fact, all_facts
 from whale.doctor.rows import Outcome
@@ -84,6 +87,53 @@ def test_accelerators_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "whale profile" in first.advice
     assert _fact(found, "cuda:0 reads memory of devices").value == "1"
     assert _fact(found, "cuda:1 reads memory of devices").value == "none"
+
+
+CUDA_12_6 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
+CUDA_13_0 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "runs"),
+    [
+        ((7, 0), CUDA_12_6, True),  # V100
+        ((7, 0), CUDA_13_0, False),
+        ((6, 0), CUDA_13_0, False),  # P100
+        ((8, 9), CUDA_13_0, True),  # RTX 4090: kernels for 8.6 run on it
+        ((12, 0), CUDA_12_6, False),  # RTX 5090
+        ((12, 0), CUDA_13_0, True),
+        ((12, 1), CUDA_13_0, True),
+        ((13, 0), CUDA_13_0, True),  # compiled by the driver from compute_120
+        ((9, 0), ["sm_90a"], True),
+        ((9, 1), ["sm_90a"], False),  # of exactly 9.0 only
+        ((8, 0), ["sm_86"], False),
+        ((7, 0), ["a_new_name"], True),
+    ],
+)
+def test_kernels_for_a_gpu(
+    capability: tuple[int, int], architectures: list[str], runs: bool
+) -> None:
+    assert has_kernels(capability, architectures) is runs
+
+
+def test_a_gpu_without_kernels_is_named_before_a_rank_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Volta(Gpu):
+        def gpu_properties(self) -> GpuProperties | None:
+            return GpuProperties("Tesla V100-SXM2-16GB", 16 * GIB, (7, 0), 80)
+
+    monkeypatch.setattr(facts, "ACCELERATORS", [Volta])
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: CUDA_13_0)
+    fact = _fact(all_facts(), "cuda:1 kernels")
+    assert fact.status == "missing"
+    assert "no kernels for compute capability 7.0 (Tesla V100-SXM2-16GB)" in fact.advice
+    assert "Try: a build of torch 2.13 or 2.14 for CUDA 12.6" in fact.advice
+    monkeypatch.setattr(ranks, "find_device", lambda name, local_rank: Volta(local_rank))
+    with pytest.raises(ValueError, match=r"cuda:0 cannot be used: .* CUDA 12\.6"):
+        ranks.Ranks()
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: CUDA_12_6)
+    assert not [fact for fact in all_facts() if "kernels" in fact.name]
 
 
 def test_without_accelerators_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

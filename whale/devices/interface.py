@@ -94,6 +94,10 @@ class LocalDevice:
         """Why this process sees none of this type; None: nobody would expect one."""
         return None
 
+    def why_no_kernels(self) -> str | None:
+        """Why this build of torch can compute nothing on it, with what to try; None: it can."""
+        return None
+
     @staticmethod
     def begin_replays() -> None:
         """A step begins whose launches are replayed as graphs: tensors of the last step are not

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +47,30 @@ def float32_precision() -> str:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
         return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+
+
+# Source: the table of CUDA versions and architectures in PyTorch's RELEASE.md. Builds for CUDA 12.6
+# are the only ones since torch 2.11 with kernels for Volta and Pascal, and end with torch 2.14.
+FIRST_OF_ALL_BUILDS = (7, 5)
+"""compute capability of Turing: every build of torch has kernels for it"""
+BUILD_FOR_OLDER = "a build of torch 2.13 or 2.14 for CUDA 12.6, which has kernels for V100 and P100"
+
+
+def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Whether code compiled for these architectures (`sm_80`: for every later one of the same major
+    number; `sm_90a`: for this one only; `compute_80`: for any later one) runs on a GPU.
+    """
+    for name in architectures:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", name)
+        if match is None:
+            return True  # a word that is not known here proves nothing
+        built_for = (int(match[2]), int(match[3]))
+        if built_for == capability:
+            return True
+        is_later = built_for < capability and not match[4]
+        if is_later and (match[1] == "compute" or built_for[0] == capability[0]):
+            return True
+    return False
 
 
 class CudaDevice(Accelerator):
@@ -92,6 +117,19 @@ class CudaDevice(Accelerator):
             return "this build of torch has no CUDA. Try: a CUDA build of torch"
         return "torch has CUDA, but finds no GPU of NVIDIA. Try: nvidia-smi, CUDA_VISIBLE_DEVICES"
 
+    def why_no_kernels(self) -> str | None:
+        gpu = self.gpu_properties()
+        architectures = torch.cuda.get_arch_list()
+        if gpu is None or not architectures or has_kernels(gpu.capability, architectures):
+            return None
+        is_old = gpu.capability < FIRST_OF_ALL_BUILDS
+        major, minor = gpu.capability
+        return (
+            f"this build of torch (CUDA {torch.version.cuda}) has no kernels for compute capability "
+            f"{major}.{minor} ({gpu.name}), only for {', '.join(architectures)}. Try: "
+            f"{BUILD_FOR_OLDER if is_old else 'a build of torch for a newer CUDA'}"
+        )
+
     def forbid_tf32(self) -> None:
         super().forbid_tf32()
         torch.backends.cudnn.allow_tf32 = False  # convolutions, allowed by default
@@ -125,6 +163,9 @@ class RocmDevice(CudaDevice):
     @property
     def num_queues(self) -> int | None:
         return int(os.environ.get(self.queues_variable, ROCM_NUM_QUEUES))
+
+    def why_no_kernels(self) -> str | None:
+        return None  # torch names AMD's architectures in another way
 
     def facts(self) -> dict[str, str]:
         found = {"built for": f"ROCm {torch.version.hip}"}

@@ -37,6 +37,7 @@ class Ranks:
         self, device: str = "auto", timeout_s: float = 20.0, stall_timeout_s: float = 1800.0
     ) -> None:
         self.device = find_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        _check_kernels(self.device)
         self.device.select()
         self.timeout = datetime.timedelta(seconds=stall_timeout_s)
         self.timeout_s = timeout_s
@@ -191,6 +192,13 @@ class Ranks:
         for rank, text in enumerate(errors):
             if text is not None:
                 raise FailedElsewhereError.of(rank, text)
+
+
+def _check_kernels(device: LocalDevice) -> None:
+    """Refuses a device on which every operation would fail, before any rank waits for it."""
+    reason = device.why_no_kernels()
+    if reason is not None:
+        raise ValueError(f"{device.name} cannot be used: {reason}, or hide it from this job")
 
 
 def _join(device: LocalDevice, timeout: datetime.timedelta) -> None:

@@ -122,6 +122,9 @@ def _device(device: LocalDevice) -> list[Fact]:
     found = [Fact(section, device.name, text, "ok" if is_known else "look", advice)]
     for name, value in device.facts().items():
         found.append(Fact(section, f"{device.name} {name}", value))
+    reason = device.why_no_kernels()
+    if reason is not None:
+        found.append(Fact(section, f"{device.name} kernels", "not there", "missing", reason))
     return found
 
 
