@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -226,6 +227,47 @@ def test_a_tensor_is_not_taken_for_one_that_is_gone() -> None:
     factor = None
     others = [torch.zeros(()) for _ in range(1000)]
     (factor,) = (each for each in others if id(each) == first)
+    assert numbers.now(in_training=True) != before
+
+
+class Prepared(nn.Module):
+    """Has places for what a script prepares between two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Any = None
+        self.parts: list[Any] = [None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.table is None and self.parts[0] is None else -x
+
+
+@pytest.mark.parametrize("make", [lambda: np.zeros(3), lambda: [torch.zeros(3)], object])
+def test_what_is_no_number_any_more_is_compared_as_itself(make: Callable[[], Any]) -> None:
+    """An array gives an array when it is asked whether it is equal, and that has no truth."""
+    model = Prepared()
+    numbers = PythonNumbers(model)
+    values = [numbers.now(in_training=True)]
+    for _ in range(2):
+        model.table = make()
+        model.parts[0] = make()
+        values.append(numbers.now(in_training=True))
+        assert numbers.now(in_training=True) == values[-1]
+        assert values[-1] != values[-2]
+    said = numbers.difference(values[0], values[1])
+    assert said is not None and said.startswith("table is ")
+
+
+def test_classes_of_a_notebook_are_the_users_own() -> None:
+    """There `__main__` has no file, and words were left as they were captured."""
+
+    class Typed(Prepared):
+        __module__ = "__main__"
+
+    model = Typed()
+    numbers = PythonNumbers(model)
+    before = numbers.now(in_training=True)
+    model.table = "another"
     assert numbers.now(in_training=True) != before
 
 
