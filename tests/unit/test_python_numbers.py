@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dis
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 import whale as wh
 from tests.exactness import run_loss
 from whale.capture.python_numbers import PythonNumbers
+from whale.integrations.training_step import _reads_index
 
 WIDTH = 6
 DOUBLE = torch.float64
@@ -269,6 +272,20 @@ def test_classes_of_a_notebook_are_the_users_own() -> None:
     before = numbers.now(in_training=True)
     model.table = "another"
     assert numbers.now(in_training=True) != before
+
+
+def test_an_index_is_read_where_python_loads_two_names_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python 3.13 does so for `batch * index`. The index of the first batch stayed in the graph."""
+
+    def training_step(self: Any, batch: Tensor, index: int) -> Tensor:
+        return batch * index
+
+    assert _reads_index(training_step)
+    both = SimpleNamespace(opname="LOAD_FAST_LOAD_FAST", argval=("batch", "index"))
+    monkeypatch.setattr(dis, "get_instructions", lambda code: [both])
+    assert _reads_index(training_step)
 
 
 def test_a_variable_of_a_closure() -> None:
