@@ -17,6 +17,7 @@ import whale as wh
 from tests.exactness import run_loss
 from whale.capture.python_numbers import PythonNumbers
 from whale.integrations.training_step import _reads_index
+from whale.runtime.batches import Batches
 
 WIDTH = 6
 DOUBLE = torch.float64
@@ -313,6 +314,26 @@ def test_numbers_that_nothing_depends_on_are_left_out(caplog: pytest.LogCaptureF
     assert engine.num_captures == 1
     said = [each.message for each in caplog.records if "captured" in each.message]
     assert len(said) == 1 and said[0].startswith("calls is 1, and was 0, which did not change")
+
+
+def test_ranks_compare_which_numbers_changed_and_not_their_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A measured time on the model is another one on every rank: the watch ended the job for it."""
+    notes: list[str] = []
+    monkeypatch.setattr(Batches, "_note", lambda self, shapes: notes.append(str(shapes)))
+    x = batches()[0]
+    for value in (2, 3):
+        model = Net()
+        wh.init()
+        engine = wh.parallelize(model, x, optimizer=sgd, loss=loss)
+        model.calls = value
+        engine.step(next(iter(engine.loader(list(x), 4))))
+        model.temperature = float(value)
+        engine.step(x)
+    assert notes[:2] == notes[2:]
+    assert notes[0].endswith("with another calls")
+    assert notes[1].endswith("with another temperature")  # nothing depends on `calls`
 
 
 class OtherInEvaluation(Net):

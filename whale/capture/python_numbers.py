@@ -45,6 +45,7 @@ _NOT_IN_FORWARD = frozenset(
     names_of("__init__ extra_repr __repr__ reset_parameters _init_weights __setstate__")
 )
 _MODE = "training"
+_OTHER_MODE = "a module is in another mode (train or eval)"
 STANDS_FOR = "stands_for"
 """attribute of a module: a tuple of those that it stands for, which are no modules of its own"""
 DEEPEST = 4
@@ -84,6 +85,9 @@ class _Written:
         tensor = self._tensor()
         is_same = tensor is not None and tensor is other._tensor()
         return is_same and self._num_writes == other._num_writes
+
+    def __repr__(self) -> str:
+        return "a tensor"
 
 
 class _Object:
@@ -149,19 +153,29 @@ class PythonNumbers:
 
     def difference(self, before: Numbers, after: Numbers) -> str | None:
         """The first number that changed, for messages."""
+        for place, old, new in self._changed(before, after):
+            if isinstance(new, _Written):
+                return f"the tensor {place.name} was changed"
+            return f"{place.name} is {new}, and was {old}"
+        return _OTHER_MODE if before != after else None
+
+    def names_of_changed(self, before: Numbers, after: Numbers) -> list[str]:
+        """What changed, without values: those of a number on which no operation depends (a measured
+        time) may differ between ranks.
+        """
+        names = [place.name for place, _, _ in self._changed(before, after)]
+        num_places = len(self._places)
+        return names + [_OTHER_MODE] * (before[num_places:] != after[num_places:])
+
+    def _changed(self, before: Numbers, after: Numbers) -> Iterator[tuple[_Place, Any, Any]]:
+        """Places of numbers that changed, with the old and the new one."""
         for place, old, new in zip(self._places, before, after, strict=False):
             if old is not new and old != new:
-                if isinstance(new, _Written):
-                    return f"the tensor {place.name} was changed"
-                return f"{place.name} is {new}, and was {old}"
-        if before != after:
-            return "a module is in another mode (train or eval)"
-        return None
+                yield place, old, new
 
     def is_tensor_changed(self, before: Numbers, after: Numbers) -> bool:
         """Whether a tensor was written to: graphs may hold its very memory, and look alike then."""
-        pairs = zip(self._places, before, after, strict=False)
-        return any(isinstance(new, _Written) and old != new for _, old, new in pairs)
+        return any(isinstance(new, _Written) for _, _, new in self._changed(before, after))
 
     def leave_out(self, before: Numbers, after: Numbers) -> Callable[[Numbers], Numbers]:
         """Looks no more at the numbers that changed: no operation depends on them. Gives what makes
