@@ -102,7 +102,7 @@ class Pace:
     note: Callable[[Action], None] | None = None
     """called for every action, before it is paced: the accounting of memory"""
     trial: Trial | None = None
-    """also told of each action, until it is settled how far times are stretched"""
+    """notes each action, too, until it is settled how far times are stretched"""
 
     def finish(self, action: Action, start: float) -> None:
         """Sleeps until this compute action, begun at `start`, has taken its time."""
