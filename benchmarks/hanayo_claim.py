@@ -216,7 +216,7 @@ in between
 
 def emulated_schedules(case: Case) -> dict[str, Schedule]:
     graph = wave_graph(case.num_devices, EMULATED_WAVES)
-    orders = add_messages(graph, case.num_micro_batch, wave_orders(graph, case.num_micro_batch))
+    orders = add_messages(graph, wave_orders(graph, case.num_micro_batch))
     return {
         HANAYO: Schedule("wave", graph, case.num_micro_batch, orders),
         LISTED: pipeline_emulated.whale_schedule(case, EMULATED_WAVES),

@@ -7,8 +7,7 @@ rank failed first and why.
     run_script       a script as the main program of this process; also used by `whale plan`
 
 Ranks write their error with a time in nanoseconds (`error_file.py`); the launcher shows each once
-(`error_reports.py`). A rank ends itself when its
-launcher is gone, however that ended.
+(`error_reports.py`). A rank ends itself when its launcher is gone, however that ended.
 """
 
 from __future__ import annotations
@@ -127,7 +126,8 @@ def first_failure(failures: dict[int, ProcessFailure]) -> Failure:
     """The failure that the others followed from.
 
     A rank killed by a signal comes first, since no other rank's error can do that; then the
-    earliest exception that does not follow from another. SIGTERM is what the launcher itself sends to the ranks that were left.
+    earliest exception that does not follow from another. SIGTERM is what the launcher itself sends
+    to the ranks that were left.
     """
 
     def order(rank: int) -> tuple[bool, bool, bool, int]:

@@ -11,7 +11,7 @@ from whale.names import num_shown as num_shown
 
 MILLISECONDS = 1e3
 MICROSECONDS = 1e6
-"""of a second"""
+"""in a second"""
 STEP = 1000.0
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _NOTHING_S = 1e-12

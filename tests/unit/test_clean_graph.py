@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
 
 from tests.thorough import slow_cases
 from tests.unit.clean_graphs import SAMPLE, Case, Clean, case, compare
+from whale.capture.graph import attribute_of, name_at
 from whale.operations.nodes import aten_name
 
 # --- regions
@@ -339,3 +341,14 @@ def test_real_model_in_training_mode_with_another_batch_size(name: str) -> None:
             and clean.ops().count("to") == 1
             and "lift_fresh_copy" not in clean.ops()
         )
+
+
+# --- names of weights
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.b", "code", "graph.weight", "whale_code", "whale_layer.bias"])
+def test_a_name_comes_back_from_where_its_tensor_lies(name: str) -> None:
+    """`whale_` in front of a name is cut off again: one that begins so by itself lost its own."""
+    assert name_at(attribute_of(name)) == name
+    assert not hasattr(GraphModule(nn.Module(), Graph()), attribute_of(name).partition(".")[0])

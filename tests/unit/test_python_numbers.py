@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dis
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 import whale as wh
 from tests.exactness import run_loss
 from whale.capture.python_numbers import PythonNumbers
+from whale.integrations.training_step import _reads_index
+from whale.runtime.batches import Batches
 
 WIDTH = 6
 DOUBLE = torch.float64
@@ -229,6 +234,61 @@ def test_a_tensor_is_not_taken_for_one_that_is_gone() -> None:
     assert numbers.now(in_training=True) != before
 
 
+class Prepared(nn.Module):
+    """Has places for what a script prepares between two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Any = None
+        self.parts: list[Any] = [None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.table is None and self.parts[0] is None else -x
+
+
+@pytest.mark.parametrize("make", [lambda: np.zeros(3), lambda: [torch.zeros(3)], object])
+def test_what_is_no_number_any_more_is_compared_as_itself(make: Callable[[], Any]) -> None:
+    """An array gives an array when it is asked whether it is equal, and that has no truth."""
+    model = Prepared()
+    numbers = PythonNumbers(model)
+    values = [numbers.now(in_training=True)]
+    for _ in range(2):
+        model.table = make()
+        model.parts[0] = make()
+        values.append(numbers.now(in_training=True))
+        assert numbers.now(in_training=True) == values[-1]
+        assert values[-1] != values[-2]
+    said = numbers.difference(values[0], values[1])
+    assert said is not None and said.startswith("table is ")
+
+
+def test_classes_of_a_notebook_are_the_users_own() -> None:
+    """There `__main__` has no file, and words were left as they were captured."""
+
+    class Typed(Prepared):
+        __module__ = "__main__"
+
+    model = Typed()
+    numbers = PythonNumbers(model)
+    before = numbers.now(in_training=True)
+    model.table = "another"
+    assert numbers.now(in_training=True) != before
+
+
+def test_an_index_is_read_where_python_loads_two_names_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python 3.13 does so for `batch * index`. The index of the first batch stayed in the graph."""
+
+    def training_step(self: Any, batch: Tensor, index: int) -> Tensor:
+        return batch * index
+
+    assert _reads_index(training_step)
+    both = SimpleNamespace(opname="LOAD_FAST_LOAD_FAST", argval=("batch", "index"))
+    monkeypatch.setattr(dis, "get_instructions", lambda code: [both])
+    assert _reads_index(training_step)
+
+
 def test_a_variable_of_a_closure() -> None:
     in_closure, change = with_variable()
     data = batches()
@@ -254,6 +314,26 @@ def test_numbers_that_nothing_depends_on_are_left_out(caplog: pytest.LogCaptureF
     assert engine.num_captures == 1
     said = [each.message for each in caplog.records if "captured" in each.message]
     assert len(said) == 1 and said[0].startswith("calls is 1, and was 0, which did not change")
+
+
+def test_ranks_compare_which_numbers_changed_and_not_their_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A measured time on the model is another one on every rank: the watch ended the job for it."""
+    notes: list[str] = []
+    monkeypatch.setattr(Batches, "_note", lambda self, shapes: notes.append(str(shapes)))
+    x = batches()[0]
+    for value in (2, 3):
+        model = Net()
+        wh.init()
+        engine = wh.parallelize(model, x, optimizer=sgd, loss=loss)
+        model.calls = value
+        engine.step(next(iter(engine.loader(list(x), 4))))
+        model.temperature = float(value)
+        engine.step(x)
+    assert notes[:2] == notes[2:]
+    assert notes[0].endswith("with another calls")
+    assert notes[1].endswith("with another temperature")  # nothing depends on `calls`
 
 
 class OtherInEvaluation(Net):

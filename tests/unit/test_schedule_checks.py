@@ -173,11 +173,7 @@ def test_checker_agrees_with_the_search_for_circles_on_shuffled_orders(
     orders = tuple(shuffled)
     circle = has_circle(graph, num_micro_batch, orders)
     try:
-        check(
-            Schedule(
-                "shuffled", graph, num_micro_batch, add_messages(graph, num_micro_batch, orders)
-            )
-        )
+        check(Schedule("shuffled", graph, num_micro_batch, add_messages(graph, orders)))
         refused = False
     except ScheduleError:
         refused = True
@@ -217,7 +213,7 @@ def test_peaks_hand_counted() -> None:
     proof = check(build("1f1b", StageGraph.chain(3, (0, 1, 0)), 3))
     assert proof.peak_in_flight == (3, 2, 1)
     # F0.0 F2.0 F0.1 B2.0 F2.1 F0.2 B2.1 B0.0 ...: most after F0.2, with 0.0 0.1 0.2 and 2.1 open
-    assert proof.peak_in_flight_of_device == (4, 2)
+    assert proof.peak_memory == (4, 2)
 
 
 # ---- data

@@ -189,7 +189,7 @@ def test_receives_move_ahead_so_that_a_channel_keeps_its_order() -> None:
     # next one for 1
     graph = StageGraph((0, 1, 1), ((0, 1), (0, 2)), ((0, 1), (0, 2)))
     orders = (actions("F0.0, F0.1"), actions("F1.0, F1.1, F2.0, F2.1"))
-    result = add_messages(graph, 2, orders)
+    result = add_messages(graph, orders)
     assert result[0] == actions(
         "F0.0, send F 0>1.0, send F 0>2.0, F0.1, send F 0>1.1, send F 0>2.1"
     )

@@ -31,7 +31,7 @@ def by_hand() -> Schedule:
     """Two stages, two micro-batches; stage 1 split and finished in the order 1, 0."""
     graph = StageGraph.chain(2)
     orders = (actions("F0.0, F0.1, B0.0, B0.1"), actions("F1.0, I1.0, F1.1, I1.1, W1.1, W1.0"))
-    return Schedule("by hand", graph, 2, add_messages(graph, 2, orders))
+    return Schedule("by hand", graph, 2, add_messages(graph, orders))
 
 
 def changed(device: int, line: str) -> Schedule:
@@ -64,7 +64,7 @@ def test_gradients_leave_after_the_input_gradient_and_synchronise_names_the_last
 def test_whole_backwards_may_finish_out_of_order() -> None:
     graph = StageGraph.chain(2)
     orders = (actions("F0.0, F0.1, B0.1, B0.0"), actions("F1.0, F1.1, B1.1, B1.0"))
-    schedule = Schedule("backwards", graph, 2, add_messages(graph, 2, orders))
+    schedule = Schedule("backwards", graph, 2, add_messages(graph, orders))
     check(schedule, require_channel_order=True)
     assert [str(order[-2]) for order in schedule.orders] == ["synchronise 0.0", "synchronise 1.0"]
 

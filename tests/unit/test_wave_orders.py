@@ -126,7 +126,7 @@ def test_any_number_of_micro_batches_is_proved(num_devices: int, num_micro_batch
         graph = looped(num_devices, chunks)
         check(build("interleaved", graph, num_micro_batch), require_channel_order=True)
         cap = even_costs(graph, memory_cap=num_devices)
-        orders = add_messages(graph, num_micro_batch, zero_bubble_orders(graph, num_micro_batch))
+        orders = add_messages(graph, zero_bubble_orders(graph, num_micro_batch))
         check(
             Schedule("zero-bubble", graph, num_micro_batch, orders),
             costs=cap,
@@ -136,9 +136,7 @@ def test_any_number_of_micro_batches_is_proved(num_devices: int, num_micro_batch
         graph = waved(num_devices, waves)
         check(build("wave", graph, num_micro_batch), require_channel_order=True)
         for unit in (1, num_devices):
-            orders = add_messages(
-                graph, num_micro_batch, wave_orders(graph, num_micro_batch, unit=unit)
-            )
+            orders = add_messages(graph, wave_orders(graph, num_micro_batch, unit=unit))
             check(Schedule("units", graph, num_micro_batch, orders), require_channel_order=True)
 
 

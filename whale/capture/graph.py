@@ -42,7 +42,9 @@ _APART = "whale_"
 
 def attribute_of(name: str) -> str:
     """Where a GraphModule has the tensor of this name, which may be one that is taken."""
-    return f"{_APART}{name}" if name.partition(".")[0] in _TAKEN else name
+    # a name that begins like this by itself must come back from `name_at` as it is
+    is_taken = name.partition(".")[0] in _TAKEN or name.startswith(_APART)
+    return f"{_APART}{name}" if is_taken else name
 
 
 def name_at(attribute: object) -> str:

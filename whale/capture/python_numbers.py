@@ -2,7 +2,7 @@
 script may change them between steps:
 
     model.temperature = 0.5            attributes of modules that their methods name, `training`
-    model.phase = "second"             in classes of the user's own also words, None and lists of them
+    model.phase = "second"             in classes of the user's own also words, None, lists of them
     model.args.weight = 2.0            the same of dicts and objects of the user's own on modules
     BETA = min(1.0, BETA + 0.01)       globals and closures that functions of the user's own name,
     args.weight = 2.0                  and attributes of objects there
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import enum
 import functools
+import numbers
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -37,11 +38,14 @@ Numbers = tuple[Any, ...]
 _KINDS = (bool, int, float, complex)
 _SWITCHES = (*_KINDS, str, type(None), enum.Enum)
 """what decides in code of the user's own"""
+_PLAIN = frozenset((*_KINDS, str, type(None)))
+"""types of nearly all values, which are compared as they are"""
 _MOST_IN_LIST = 64
 _NOT_IN_FORWARD = frozenset(
     names_of("__init__ extra_repr __repr__ reset_parameters _init_weights __setstate__")
 )
 _MODE = "training"
+_OTHER_MODE = "a module is in another mode (train or eval)"
 STANDS_FOR = "stands_for"
 """attribute of a module: a tuple of those that it stands for, which are no modules of its own"""
 DEEPEST = 4
@@ -82,6 +86,33 @@ class _Written:
         is_same = tensor is not None and tensor is other._tensor()
         return is_same and self._num_writes == other._num_writes
 
+    def __repr__(self) -> str:
+        return "a tensor"
+
+
+class _Object:
+    """Something else that stands where a number was, or None: it is the same as itself alone. Many
+    objects cannot be asked whether they are equal: an array gives an array.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and self._value is other._value
+
+    def __repr__(self) -> str:
+        return f"an object of {type(self._value).__name__}"
+
+
+def _comparable(value: Any) -> Any:
+    """The value in a form that `==` compares without an error."""
+    if isinstance(value, Tensor):
+        return _Written(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_comparable, value))
+    return value if isinstance(value, (*_SWITCHES, numbers.Number)) else _Object(value)
+
 
 class PythonNumbers:
     """The numbers that a model and its loss may read."""
@@ -108,38 +139,43 @@ class PythonNumbers:
 
     def now(self, in_training: bool) -> Numbers:
         """All numbers as they are. In evaluation every module is in eval mode."""
-        numbers = []
-        for (
-            place
-        ) in self._places:  # in every step, so without a call for those in dicts: most of them
+        found = []
+        # in every step, so without a call for those in dicts: most of them
+        for place in self._places:
             holder = place.holder
             value = holder.get(place.key) if type(holder) is dict else place.value()
-            if isinstance(value, Tensor):
-                value = _Written(value)
-            elif type(value) is list:
-                value = tuple(value)
-            numbers.append(value)
+            found.append(value if type(value) in _PLAIN else _comparable(value))
         if not in_training:
-            return tuple(numbers)
+            return tuple(found)
         if self._model.training:  # else `engine.step` sets the mode, as it was before
             self._last_modes = tuple([each[_MODE] for each in self._modes])
-        return (*numbers, *self._last_modes)
+        return (*found, *self._last_modes)
 
     def difference(self, before: Numbers, after: Numbers) -> str | None:
         """The first number that changed, for messages."""
+        for place, old, new in self._changed(before, after):
+            if isinstance(new, _Written):
+                return f"the tensor {place.name} was changed"
+            return f"{place.name} is {new}, and was {old}"
+        return _OTHER_MODE if before != after else None
+
+    def names_of_changed(self, before: Numbers, after: Numbers) -> list[str]:
+        """What changed, without values: those of a number on which no operation depends (a measured
+        time) may differ between ranks.
+        """
+        names = [place.name for place, _, _ in self._changed(before, after)]
+        num_places = len(self._places)
+        return names + [_OTHER_MODE] * (before[num_places:] != after[num_places:])
+
+    def _changed(self, before: Numbers, after: Numbers) -> Iterator[tuple[_Place, Any, Any]]:
+        """Places of numbers that changed, with the old and the new one."""
         for place, old, new in zip(self._places, before, after, strict=False):
             if old is not new and old != new:
-                if isinstance(new, _Written):
-                    return f"the tensor {place.name} was changed"
-                return f"{place.name} is {new}, and was {old}"
-        if before != after:
-            return "a module is in another mode (train or eval)"
-        return None
+                yield place, old, new
 
     def is_tensor_changed(self, before: Numbers, after: Numbers) -> bool:
         """Whether a tensor was written to: graphs may hold its very memory, and look alike then."""
-        pairs = zip(self._places, before, after, strict=False)
-        return any(isinstance(new, _Written) and old != new for _, old, new in pairs)
+        return any(isinstance(new, _Written) for _, _, new in self._changed(before, after))
 
     def leave_out(self, before: Numbers, after: Numbers) -> Callable[[Numbers], Numbers]:
         """Looks no more at the numbers that changed: no operation depends on them. Gives what makes
@@ -153,9 +189,9 @@ class PythonNumbers:
             place for place, is_left in zip(self._places, stays, strict=True) if is_left
         ]
 
-        def shortened(numbers: Numbers) -> Numbers:
-            own = [each for each, is_left in zip(numbers, stays, strict=False) if is_left]
-            return (*own, *numbers[len(stays) :])
+        def shortened(values: Numbers) -> Numbers:
+            own = [each for each, is_left in zip(values, stays, strict=False) if is_left]
+            return (*own, *values[len(stays) :])
 
         return shortened
 
@@ -199,6 +235,8 @@ def _holds_settings(value: Any) -> bool:
 
 @functools.cache
 def _is_own_class(cls: type) -> bool:
+    if cls.__module__ == "__main__":  # a notebook has no file
+        return True
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return file is not None and kind_of(file) == "own"
 

@@ -120,7 +120,7 @@ def random_branches(
 
 
 class _Branches(TorchFunctionMode):
-    """Follows single uniform draws to the comparison and to the `bool()` that asks for it, and notes
+    """Follows single uniform draws to the comparison and to the `bool()` that asks for it. Notes
     parameters whose `requires_grad` changes.
     """
 

@@ -170,7 +170,7 @@ def _outer_of_result(
     return int(outer)
 
 
-def linear_state(flow: SampleFlow, node: Node, args: dict[str, Any]) -> State:
+def linear_state(flow: SampleFlow, node: Node) -> State:
     """Result of an operation on a Summed value: Summed again if the operation is linear in it."""
     name = op_name(node)
     states = [flow.of(operand) for operand in node.all_input_nodes]

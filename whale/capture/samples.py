@@ -275,7 +275,7 @@ class SampleFlow:
             if isinstance(state, Mixed):
                 return state
         if any(isinstance(state, Summed) for state in states):
-            return linear_state(self, node, args)
+            return linear_state(self, node)
         row = row_of(node)
         samples = [state for state in states if isinstance(state, PerSample)]
         uses_position = any(state.position for state in samples)

@@ -21,7 +21,6 @@ from whale.cluster.kinds import (
 from whale.units import MICROSECONDS
 
 MEGA = 10**6
-"""in a second"""
 
 Name = Annotated[str, Field(min_length=1)]
 

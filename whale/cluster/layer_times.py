@@ -27,7 +27,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from whale.cluster.file_numbers import NotNegative, Positive, Size
 from whale.units import MILLISECONDS
 
-"""in a second"""
 SUFFIX = ".layers.yaml"
 """`cluster.yaml` has its layers in `cluster.layers.yaml`"""
 

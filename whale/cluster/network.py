@@ -122,7 +122,7 @@ class Network:
     host_links: tuple[HostLinks, ...] = ()
     """hosts with links of their own"""
     all_reduce: Link | None = None
-    """measured sum over all devices: latency, and the bytes per second that each device sends;
+    """measured all-reduce over all devices: latency, and the bytes per second that each device sends;
     None: not measured
     """
     pair_links: tuple[PairLink, ...] = ()

@@ -4,9 +4,10 @@ slept.
 An action takes its time from its real start. One that took longer than its time is an overrun; with
 more than 1 % of them a run says nothing about the emulated cluster and is called invalid.
 
-By how much times are stretched is the user's to say (`--stretch`). Where nobody says it, it is first
-what the shortest action needs, and then what this machine needed in the first steps: an action of
-a tiny model is over on the emulated device before a process here has looked at its messages.
+By how much times are stretched is the user's to say (`--stretch`). Where nobody says it, it is
+first what the shortest action needs, and then what this machine needed in the first steps: an
+action of a tiny model is over on the emulated device before a process here has looked at its
+messages.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ LATE_S = 1e-3
 LATE_PART = 0.1
 """an action that ends so many seconds, and such a part of its time, after its time is an overrun"""
 HEADROOM = 2.0
-"""a stretch leaves an action so many times what it needed: the next ones have other moments in which
-the machine is busy
+"""a stretch leaves an action so many times what it needed: the next ones have other moments in
+which the machine is busy
 """
 LONGEST_STEP_S = 5.0
 """no step becomes longer than that unless the user asks for it: a machine that would need more is
@@ -42,7 +43,7 @@ class Trial:
     """How much more the actions of one rank would need, before it is settled how far times are
     stretched.
 
-    The first action of each kind on each stage is left out: much is made in it that the others find.
+    The first action of each kind on each stage is left out: it makes much that the others find.
     """
 
     wanted: list[float] = field(default_factory=list)
@@ -101,7 +102,7 @@ class Pace:
     note: Callable[[Action], None] | None = None
     """called for every action, before it is paced: the accounting of memory"""
     trial: Trial | None = None
-    """also told of each action, until it is settled how far times are stretched"""
+    """notes each action, too, until it is settled how far times are stretched"""
 
     def finish(self, action: Action, start: float) -> None:
         """Sleeps until this compute action, begun at `start`, has taken its time."""

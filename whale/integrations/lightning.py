@@ -143,7 +143,7 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             self._loaded = None
 
     def _refuse_readers(self) -> None:
-        """Refuses callbacks that read weights between steps, where this rank has not all of them."""
+        """Refuses callbacks that read weights between steps where this rank has not all of them."""
         module = self.lightning_module
         readers = (StochasticWeightAveraging, WeightAveraging)
         for callback in module.trainer.callbacks:

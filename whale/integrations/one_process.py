@@ -43,7 +43,7 @@ def follow_one_process(accelerator: Accelerator) -> None:
 @contextmanager
 def as_first_process() -> Iterator[None]:
     """Inside, each rank reads files of the first process: those of random numbers, which all ranks
-    draw alike. A rank may have none of its own, when a run goes on with more ranks.
+    draw alike. A rank may have none of its own, when a run continues with more ranks.
     """
     shared: list[Any] = [PartialState._shared_state, AcceleratorState._shared_state]
     before = [dict(state) for state in shared]

@@ -74,8 +74,8 @@ class TrainingStep(torch.nn.Module):
             output = self._lightning[0].training_step(given, *self._given_index)
         if output is None:
             raise ValueError(
-                "WhaleStrategy: training_step gave None, which would leave out a batch: ranks train "
-                "on every batch that they are given. Try: leave it out in the loader"
+                "WhaleStrategy: training_step gave None, which would leave out a batch: ranks "
+                "train on every batch that they are given. Try: leave it out in the loader"
             )
         loss = output if isinstance(output, Tensor) else output["loss"]
         logged = self._logged()
@@ -117,7 +117,9 @@ def _reads_index(training_step: Callable[..., Any]) -> bool:
     if code.co_argcount < 3:  # self, batch
         return False
     name = code.co_varnames[2]
-    return any(
-        each.argval == name and each.opname.startswith("LOAD")
-        for each in dis.get_instructions(code)
-    )
+    for each in dis.get_instructions(code):
+        # newer Pythons load two names with one instruction
+        names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+        if "LOAD" in each.opname and name in names:
+            return True
+    return False

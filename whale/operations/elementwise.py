@@ -140,8 +140,7 @@ add_rows(
 add_rows("rrelu rrelu_with_noise", random=(None, "training"))
 
 # Passes over memory that the backward of an operation takes for one operand, by torch's formulas
-# (derivatives.yaml): the gradient is read (1), what was saved is read (1), the result is written
-# (1)
+# (derivatives.yaml): one reads the gradient, one what was saved, one writes the result
 add_rows("add sub subtract rsub", backward_passes=0)  # the gradient itself
 add_rows("neg div divide true_divide to _to_copy type_as contiguous clone", backward_passes=2)
 add_rows("mul multiply where dropout native_dropout", backward_passes=3)

@@ -5,13 +5,12 @@ The solver (`sharding/solve.py`) ranks layouts by FLOP and moved bytes alone, wi
 forwards: what every layout has in common (launches, what a backward really moves) changes no
 choice. It does change the step:
 
-    seconds = solver's seconds + sum over operations of (cost model - solver)(share of the
-    operation)
+    seconds = solver's seconds + sum over operations of (cost model - solver)(share)
 
-where the share is the fraction of it that a device of the grid has: on an even axis the largest of
-all, on an uneven one that of its place. The slowest place counts. Fast products are no fast memory,
-so how unevenly an axis should cut follows from the seconds of the whole stage on each kind
-(`seconds_by_kind`), not from FLOP/s.
+where the share of an operation is the fraction of it that a device of the grid has: on an even axis
+the largest of all, on an uneven one that of its place. The slowest place counts. Fast products are
+no fast memory, so how unevenly an axis should cut follows from the seconds of the whole stage on
+each kind (`seconds_by_kind`), not from FLOP/s.
 
 Layers that were measured on such a grid take what was measured, in place of their work and of all
 messages that they take part in (`measured_grids.py`).

@@ -120,7 +120,8 @@ class Batches:
                     "only this rank's samples: use a DataLoader"
                 )
             self._compare(batch.digest, step)
-            self._note(f"{batch.batch_size} samples of engine.loader, order {batch.digest.hex()}")
+            order = batch.digest.hex()
+            self._note_training(f"{batch.batch_size} samples of engine.loader, order {order}")
             self._check_sharded(batch, num_rebalanced)
             lowered = self._shapes.of_loader()
             if ahead is not None and ahead.lowered is not lowered:
@@ -133,8 +134,7 @@ class Batches:
         layout, tensors = read_batch(batch, self._job.sample)
         # before any other check: what only one rank would refuse, all refuse
         self._compare(digest(tensors, layout.paths) if self._compares(step) else b"", step)
-        other = self._shapes.other_numbers()
-        self._note(layout if other is None else f"{layout}, {other}")
+        self._note_training(layout)
         check_agrees(layout, self._job.sample)
         lowered = self._shapes.training(layout, tensors, outputs)
         if ahead is not None and ahead.lowered is not lowered:
@@ -204,6 +204,13 @@ class Batches:
                 "Every rank must be given the same whole mini-batch: use the same seed and "
                 "sampler everywhere, and no DistributedSampler",
             )
+
+    def _note_training(self, shapes: Any) -> None:
+        """Passes on also which numbers in Python are others than at the start: a rank where others
+        are would capture the model alone.
+        """
+        names = self._shapes.names_of_other_numbers()
+        self._note(f"{shapes}, with another {', '.join(names)}" if names else shapes)
 
     def _note(self, shapes: Any) -> None:
         """Passes the shapes to the watch, which compares them in every step, also where values are

@@ -137,6 +137,13 @@ class Captures:
             return None
         return self._python.difference(family.python, now)
 
+    def names_of_other_numbers(self) -> list[str]:
+        """All numbers in Python that are others now than when the first graph was captured."""
+        now = self._python.now(self._in_training)
+        if self._first is None or self._first.python == now:
+            return []
+        return self._python.names_of_changed(self._first.python, now)
+
     def is_tensor_changed(self, family: Family) -> bool:
         """Whether a tensor beside the model was written to since this graph was captured."""
         now = self._python.now(self._in_training)

@@ -191,6 +191,10 @@ class LoweredGraphs:
         """A number in Python that is another one than at the start; None: all are as they were."""
         return self._training.other_numbers()
 
+    def names_of_other_numbers(self) -> list[str]:
+        """All such numbers, without their values."""
+        return self._training.names_of_other_numbers()
+
     def of_loader(self) -> Lowered:
         """What runs batches of `engine.loader`, which have the form of the sample."""
         if self.other_numbers() is None:

@@ -56,9 +56,7 @@ def build(
     """
     require_name(name)
     orders = _orders(name, stage_graph, num_micro_batch, costs, tries)
-    schedule = Schedule(
-        name, stage_graph, num_micro_batch, add_messages(stage_graph, num_micro_batch, orders)
-    )
+    schedule = Schedule(name, stage_graph, num_micro_batch, add_messages(stage_graph, orders))
     if is_proved:
         check(schedule, costs=costs, require_channel_order=True)
     return schedule
@@ -66,7 +64,7 @@ def build(
 
 def build_forward_only(stage_graph: StageGraph, num_micro_batch: int) -> Schedule:
     """The schedule of an evaluation, with messages, checked."""
-    orders = add_messages(stage_graph, num_micro_batch, forward_only(stage_graph, num_micro_batch))
+    orders = add_messages(stage_graph, forward_only(stage_graph, num_micro_batch))
     schedule = Schedule(FORWARD_ONLY, stage_graph, num_micro_batch, orders)
     check(schedule, forward_only=True, require_channel_order=True)
     return schedule

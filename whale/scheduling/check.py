@@ -44,11 +44,9 @@ class Proof:
     peak_in_flight: tuple[int, ...]
     """per stage: most micro-batches whose forward is done and whose backward (of a split one:
     weight gradient) is not, at any time; 0 when there is no backward"""
-    peak_in_flight_of_device: tuple[int, ...]
-    """per device: the same, summed over its stages"""
     peak_memory: tuple[float, ...]
     """per device: most activation memory at any time, in the unit of the costs (without costs:
-    micro-batches of a stage, as above)
+    micro-batches in flight, as above, summed over its stages)
     """
     channels_in_order: bool
     """between any two devices, messages are received in the order in which they are sent: needed
@@ -79,7 +77,6 @@ def check(
     if forward_only:  # nothing waits for a backward
         return Proof(
             peak_in_flight=(0,) * schedule.stage_graph.num_stages,
-            peak_in_flight_of_device=(0,) * num_devices,
             peak_memory=(0.0,) * num_devices,
             channels_in_order=late is None,
         )
@@ -93,7 +90,6 @@ def check(
         _check_memory(memory, costs)
     return Proof(
         peak_in_flight=peaks_in_flight(schedule),
-        peak_in_flight_of_device=tuple(of_device),
         peak_memory=memory,
         channels_in_order=late is None,
     )

@@ -138,9 +138,7 @@ def _chain(placement: DeviceOfStage) -> StageGraph:
 
 
 def _row(question: Question, name: str, graph: StageGraph, orders: Orders) -> ScheduleRow:
-    schedule = Schedule(
-        name, graph, question.num_micro_batch, add_messages(graph, question.num_micro_batch, orders)
-    )
+    schedule = Schedule(name, graph, question.num_micro_batch, add_messages(graph, orders))
     check(schedule, require_channel_order=True)
     return ScheduleRow(name, len(graph.stages_of(0)), simulate(schedule, question.costs(graph)))
 
@@ -171,6 +169,6 @@ def chimera(question: Question) -> ScheduleRow:
     )
     count = question.num_micro_batch // 2
     orders = list_orders(graph, costs, count, split=False, tries=question.tries)
-    schedule = Schedule(CHIMERA, graph, count, add_messages(graph, count, orders))
+    schedule = Schedule(CHIMERA, graph, count, add_messages(graph, orders))
     check(schedule, costs=costs, require_channel_order=True)
     return ScheduleRow(CHIMERA, 1, simulate(schedule, costs), num_weights=2)

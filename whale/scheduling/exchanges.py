@@ -23,9 +23,7 @@ SEED = 2308
 NEAR = 1e-9
 
 
-def latest_starts(
-    problem: OrderProblem, jobs: Jobs, durations: Sequence[float], needs: Needs
-) -> list[float]:
+def latest_starts(jobs: Jobs, durations: Sequence[float], needs: Needs) -> list[float]:
     """The latest start of every job that does not make the step longer when all orders stay as they
     are.
     """

@@ -246,9 +246,7 @@ class OrderSearch:
                 return
             best = min(fresh, key=lambda found: found.rank)
             seen.add(best.time)
-            keys = latest_starts(
-                self.problem, best.jobs, self.problem.durations(best.whole), self.needs
-            )
+            keys = latest_starts(best.jobs, self.problem.durations(best.whole), self.needs)
             num_left -= len(AGAIN)
             for policy in AGAIN:
                 self.try_pass(f"{best.name}, again", keys, best.whole, policy)
@@ -284,7 +282,7 @@ class OrderSearch:
         size = self.problem.size
         durations = problem.durations(best.whole)
         ends, _ = run_in_order(best.jobs, durations, self.needs)
-        latest = latest_starts(problem, best.jobs, durations, self.needs)
+        latest = latest_starts(best.jobs, durations, self.needs)
         whole = bytearray(best.whole)
         jobs: Jobs = []
         for row in best.jobs:

@@ -14,7 +14,7 @@ from whale.scheduling.action import (
 )
 
 
-def add_messages(stage_graph: StageGraph, num_micro_batch: int, orders: Orders) -> Orders:
+def add_messages(stage_graph: StageGraph, orders: Orders) -> Orders:
     """Compute orders with everything else that devices do.
 
     - a send right after the compute action that makes its tensor;

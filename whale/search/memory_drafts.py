@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from whale.search.search import Search
 
 WORTH_PARTS = 0.99
-"""optimizer states in parts are drafted for speed alone where their estimate is at most this part of the
-best
+"""optimizer states in parts are drafted for speed alone where their estimate is at most this part
+of the best
 """
 OFFLOADED = 2
 """candidates of one choice of homes that are drafted until one fits"""
 
 
 def draft_zero(search: Search) -> None:
-    """What ranks hold alike in parts: all levels where memory is short, or the user asks for it; else
-    optimizer states, since each rank then updates a part of the weights only.
+    """What ranks hold alike in parts: all levels where memory is short, or the user asks for it;
+    else optimizer states, since each rank then updates a part of the weights only.
     """
     further = [each for each in search.measures[1:] if not each.offload.is_any]
     is_asked = search.is_short or search.settings.zero_for_speed

@@ -7,9 +7,8 @@ data parallelism all-reduces 2 w (n - 1) / n bytes of gradients in a step. Split
 sent; instead activations are, in each micro-batch forward and backward. With i and o bytes for each
 sample that the operation reads and gives,
 
-    gathered    2 b i (n - 1) / n  and, unless everything behind is split too, 2 b o (n - 1) / n^2
-    all to all  2 b (i + o) (n - 1) / n^2, where the weight has a dim of its own for this (experts)
-    (1)
+    gathered    2 b i (n - 1) / n, and unless everything behind is split too 2 b o (n - 1) / n^2 (1)
+    all to all  2 b (i + o) (n - 1) / n^2, where the weight has a dim for this (experts)         (1)
 
 A parameter is heavy where 2 w (n - 1) / n is more than M times (1). What the step really takes is
 left to the planner of grids (`planning/grids.py`); lines (1) only say what is worth its time.

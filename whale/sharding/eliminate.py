@@ -7,9 +7,9 @@ entry along it stays and its place is kept. The next variable is always the one 
 smallest table. Walking back gives every choice: the result is the optimum. Equal layers of a model
 give equal tables; each is computed once.
 
-Where many variables hang together (a weight that every time step of a loop reads), even the smallest
-table may be too large. Then the variable with most tables is settled first, by the least that each of
-its choices costs in them, and the rest is solved: a good choice, not always the best.
+Where many variables hang together (a weight that every time step of a loop reads), even the
+smallest table may be too large. Then the variable with most tables is settled first, by the least
+that each of its choices costs in them, and the rest is solved: a good choice, not always the best.
 """
 
 from __future__ import annotations

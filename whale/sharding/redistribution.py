@@ -107,7 +107,7 @@ def route(source: Layout, target: Layout, grid: Grid, even_collectives: bool) ->
     in line (3), `target`. The same on every device.
     """
     summed = [axis for axis in grid.axes if axis in source.partial - target.partial]
-    if not summed or (even_collectives and _is_plain_all_reduce(source, target, grid)):
+    if not summed or (even_collectives and _is_plain_all_reduce(source, target)):
         return source, target
     if prod(source.shape) * prod(grid.size(axis) for axis in summed) <= TWO_STEPS_FROM:
         return source, target
@@ -288,7 +288,7 @@ class _Hop:
         held = inputs.pop()
         wanted = outputs.pop()
         num_terms = prod(self.grid.size(axis) for axis in self.summed)
-        if _is_plain_all_reduce(self.source, self.target, self.grid) and num_terms == len(group):
+        if _is_plain_all_reduce(self.source, self.target) and num_terms == len(group):
             return "all-reduce"
         if not self.summed and wanted == held * len(group):
             return "gather"
@@ -297,7 +297,7 @@ class _Hop:
         return "all-to-all"
 
 
-def _is_plain_all_reduce(source: Layout, target: Layout, grid: Grid) -> bool:
+def _is_plain_all_reduce(source: Layout, target: Layout) -> bool:
     """Whether both are cut alike, and only partial axes become the same everywhere."""
     if source.partial == target.partial or not target.partial <= source.partial:
         return False

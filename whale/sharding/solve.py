@@ -11,9 +11,9 @@
     subject to   z cuts samples; x and y cut different dims of a product's weight   -> space.py
                  parameters that other stages share lie as `fixed` says
 
-The minimum is exact for each block of axes, by eliminating variables (eliminate.py), unless that
-takes too large a table: z first (the
-samples), then x and y together, then z again                                       -> Solver.choose
+z comes first (the samples), then x and y together, then z again                    -> Solver.choose
+The minimum is exact for each of these blocks, by eliminating variables (eliminate.py), unless that
+takes too large a table.
 
 Operations of one class (the same operation in equal layers) have the same tables, which are made
 once; of many equal layers three are looked at (repeats.py). So a GPT of 96 layers has the variables
