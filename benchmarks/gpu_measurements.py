@@ -175,7 +175,7 @@ def whale_kind(name: str) -> DeviceKind | None:
             kind = device_kind(known)
         except ValueError:
             continue
-        if known != short or kind.memory_bytes == float(gigabytes) * GIGA:
+        if known != short or gigabytes == str(kind.memory_bytes // GIGA):
             return kind
     return None
 

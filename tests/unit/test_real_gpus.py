@@ -56,6 +56,7 @@ def plan(model: str, *replicas: int) -> dict[str, Any]:
         ("H100-80", "H100"),
         ("T4-16", "T4"),
         ("H100-94", None),
+        ("T4-PCIe", None),
         ("B200-180", None),
         ("B200", None),
     ],
