@@ -79,7 +79,8 @@ class Measurements:
 
     @cached_property
     def plans(self) -> list[dict[str, Any]]:
-        return list(self._read("plans.json"))
+        """Whole steps; none where the folder has no file of them."""
+        return list(self._read("plans.json")) if self._has("plans.json") else []
 
     @cached_property
     def rival_plans(self) -> list[dict[str, Any]]:
@@ -103,8 +104,26 @@ class Measurements:
                 for row in rows:
                     forward, backward, _ = getattr(row, layer)
                     times.append(LayerTime(row.micro_batch, forward, backward, row.tensor_parallel))
-                layers.append(Layer((module,), KINDS.get(kind, kind), tuple(times)))
+                known = whale_kind(kind)
+                name = kind if known is None else known.name
+                layers.append(Layer((module,), name, tuple(times)))
         return LayerTimes(tuple(layers), "layers.json")
+
+    @cached_property
+    def wrong_layers(self) -> dict[tuple[str, str], str]:
+        """(model, kind) whose layer times cannot be right -> why: those that are known, and those
+        whose rows are another model's, number of blocks included.
+        """
+        found = dict(WRONG_LAYERS)
+        for model, by_kind in self._read("layers.json").items():
+            for kind, rows in by_kind.items():
+                for other, others in self._read("layers.json").items():
+                    if model not in MODELS or other == model or rows != others.get(kind):
+                        continue
+                    own = MODELS[model].num_blocks
+                    if any(row.get("num_layers", own) != own for row in rows):
+                        found.setdefault((model, kind), f"all rows repeat those of {other}")
+        return found
 
     def between_hosts(self, a: str, b: str, gpus_a_host: int) -> Link | None:
         """The link between two hosts of these kinds with so many GPUs sending at once, all of them
@@ -112,7 +131,7 @@ class Measurements:
         """
         rows = [
             row
-            for row in self._read("network.json")["between_hosts"]
+            for row in self._network.get("between_hosts", [])
             if (row["from"], row["to"]) == (a, b)
         ]
         own = [row for row in rows if row["gpus_a_host"] == gpus_a_host]
@@ -120,9 +139,17 @@ class Measurements:
 
     def inside_host(self, kind: str, num_gpus: int) -> Link | None:
         """The link between GPUs of one host."""
-        rows = [row for row in self._read("network.json")["inside_a_host"] if row["kind"] == kind]
+        rows = [row for row in self._network.get("inside_a_host", []) if row["kind"] == kind]
         own = [row for row in rows if row["gpus"] == num_gpus]
         return _link(own[0]) if own else None
+
+    @property
+    def _network(self) -> dict[str, Any]:
+        """Curves of links; none where the folder has no file of them."""
+        return dict(self._read("network.json")) if self._has("network.json") else {}
+
+    def _has(self, name: str) -> bool:
+        return (self.folder / name).exists()
 
     def _read(self, name: str) -> Any:
         path = self.folder / name
@@ -138,12 +165,18 @@ class Measurements:
 
 
 def whale_kind(name: str) -> DeviceKind | None:
-    """The kind of Whale's table that the folder calls so; None: the table has none."""
-    for known in (KINDS.get(name, name), f"{name}GB"):
+    """The kind of Whale's table that the folder calls so; None: the table has none.
+
+    The folder writes gigabytes behind a name (`V100-16`), the table only where there are several.
+    """
+    short, _, gigabytes = name.rpartition("-")
+    for known in (KINDS.get(name, name), f"{name}GB", short):
         try:
-            return device_kind(known)
+            kind = device_kind(known)
         except ValueError:
             continue
+        if known != short or gigabytes == str(kind.memory_bytes // GIGA):
+            return kind
     return None
 
 

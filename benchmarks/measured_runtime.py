@@ -123,6 +123,10 @@ class StepParts:
 
 def step_parts(plan: MeasuredPlan, measured: Measurements) -> StepParts:
     """A step of the measured runtime; a ValueError where the folder has no times for it."""
+    if any(len(stage.kinds) != plan.num_replicas for stage in plan.stages):
+        raise ValueError(
+            "stages with other numbers of replicas, which the measured runtime has not"
+        )
     forward = []
     backward = []
     update = []

@@ -35,7 +35,7 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1])
 )  # `python benchmarks/real_gpus.py` finds its neighbours, too
 
-from benchmarks.gpu_measurements import WRONG_LAYERS, Measurements, whale_kind
+from benchmarks.gpu_measurements import Measurements, whale_kind
 from benchmarks.measured_models import MODELS, SEQUENCE, BlocksOnly, ModelShape
 from benchmarks.measured_runtime import (
     MeasuredPlan,
@@ -198,19 +198,19 @@ def block_rows(measured: Measurements, blocks: dict[str, CapturedBlock]) -> list
             say(f"{model}: not known by name, left out")
             continue
         for name, rows in by_kind.items():
-            if (model, name) in WRONG_LAYERS:
-                say(f"{model} on {name}: left out, {WRONG_LAYERS[model, name]}")
+            if (model, name) in measured.wrong_layers:
+                say(f"{model} on {name}: left out, {measured.wrong_layers[model, name]}")
                 continue
             if whale_kind(name) is None:
                 say(f"{name}: not in Whale's table of kinds, left out")
                 continue
             for row in rows:
-                if row.tensor_parallel != 1:
+                time_s = row.block[0] + row.block[1]
+                if row.tensor_parallel != 1 or time_s <= 0:
                     continue
                 key = (model, row.micro_batch)
                 if key not in works:
                     works[key] = blocks[model].work(row.micro_batch)
-                time_s = row.block[0] + row.block[1]
                 found.append(BlockRow(model, name, row.micro_batch, works[key], time_s))
     return found
 
@@ -235,26 +235,30 @@ def worst_ratio(rows: Sequence[BlockRow]) -> tuple[float, str]:
     return worst, where
 
 
-def fitted(rows: Sequence[BlockRow]) -> Callable[[DeviceKind], DeviceKind]:
+def fitted(rows: Sequence[BlockRow]) -> Callable[[DeviceKind], DeviceKind] | None:
     """Kinds with constants that fit these rows best (least squares of relative errors): what
     products reach, what memory reaches, and the same for each kind that has a factor of its own.
+    None where the rows do not determine them.
     """
     special = sorted({row.kind for row in rows if _factor(kind_of(row)) != 1.0})
+    places = [*([""] if {row.kind for row in rows} - set(special) else []), *special]
     matrix = []
     target = []
     for row in rows:
         kind = kind_of(row)
         columns = [row.work.flop / kind.rate("tf32")]
-        for place in ("", *special):
+        for place in places:
             is_own = (row.kind if row.kind in special else "") == place
             columns.append(row.work.moved_bytes / kind.bytes_per_s if is_own else 0.0)
         on_chip = row.work.moved_bytes / (kind.efficiency.on_chip_bytes_per_s or float("inf"))
         fixed = on_chip + row.work.num_operations * kind.efficiency.operation_s
         matrix.append(np.array(columns) / row.measured_s)
         target.append(1 - fixed / row.measured_s)
-    found, *_ = np.linalg.lstsq(np.array(matrix), np.array(target), rcond=None)
+    found, _, rank, _ = np.linalg.lstsq(np.array(matrix), np.array(target), rcond=None)
+    if rank < len(places) + 1 or min(found) <= 0:
+        return None
     products = 1 / found[0]
-    memory = {place: 1 / value for place, value in zip(("", *special), found[1:], strict=True)}
+    memory = {place: 1 / value for place, value in zip(places, found[1:], strict=True)}
     names = {whale_kind(name).name: name for name in special}  # type: ignore[union-attr]
 
     def with_constants(kind: DeviceKind) -> DeviceKind:
@@ -282,6 +286,9 @@ def hold_out(rows: Sequence[BlockRow]) -> dict[str, dict[str, float]]:
         if len(both) < 2:
             continue
         change = fitted(fit_on)
+        if change is None:
+            say(f"  {here}: its {len(fit_on)} blocks do not determine the constants, not fitted")
+            continue
         errors = [abs(row.error(change(kind_of(row)))) for row in check_on]
         found[f"{here} -> {there}"] = {
             "kinds": float(len(both)),
@@ -300,6 +307,9 @@ def blocks_by_data_sheet(
         own = [row for row in rows if (row.model, row.kind) == (model, kind)]
         errors = "  ".join(f"{row.micro_batch}: {row.error(kind_of(row)):+.1%}" for row in own)
         say(f"  {model:12} {kind:10} samples {errors}")
+    if not rows:
+        say("  none: the folder has no block at tensor_parallel 1 that could be compared")
+        return {"blocks": 0, "updates, predicted / measured": updates(measured)}
     errors = [abs(row.error(kind_of(row))) for row in rows]
     ratio, where = worst_ratio(rows)
     held = hold_out(rows)
@@ -329,7 +339,7 @@ def updates(measured: Measurements) -> dict[str, float]:
         for name, rows in by_kind.items() if shape is not None else ():
             kind = whale_kind(name)
             times = [row.block[2] for row in rows if row.tensor_parallel == 1 and row.block[2] > 0]
-            if kind is None or work is None or not times or (model, name) in WRONG_LAYERS:
+            if kind is None or work is None or not times or (model, name) in measured.wrong_layers:
                 continue
             assert shape is not None
             # the folder spreads the whole update evenly over all layers
@@ -369,8 +379,8 @@ def why_unsound(plan: MeasuredPlan, measured: Measurements) -> str:
         return "marked in the folder: it shares a figure with another row that cannot be both"
     for stage in plan.stages:
         for kind, width in set(zip(stage.kinds, stage.tensor_parallel)):
-            if (plan.shape.name, kind) in WRONG_LAYERS:
-                return WRONG_LAYERS[plan.shape.name, kind]
+            if (plan.shape.name, kind) in measured.wrong_layers:
+                return measured.wrong_layers[plan.shape.name, kind]
             row = measured.row(plan.shape.name, kind, plan.micro_batch, width)
             for other in measured.layers[plan.shape.name][kind]:
                 if row is None or other.tensor_parallel != width:
@@ -410,8 +420,11 @@ def whole_steps(measured: Measurements) -> dict[str, Any]:
             rows.append(StepRow(plan, step_parts(plan, measured), why_unsound(plan, measured)))
         except ValueError as error:
             say(f"{plan.name}: left out, {error}")
-    sound = [row for row in rows if not row.unsound]
     say("\n(b) whole steps, simulated as the measured runtime works")
+    if not rows:
+        say("  none: the folder has no plan with layer times and links")
+        return {"rows": 0, "sound": 0}
+    sound = [row for row in rows if not row.unsound]
     held = {}
     for row in rows:
         others = [other for other in sound if other is not row]
@@ -424,6 +437,15 @@ def whole_steps(measured: Measurements) -> dict[str, Any]:
     for row in rows:
         if row.unsound:
             say(f"  unsound: {row.plan.name}: {row.unsound}")
+    result: dict[str, Any] = {
+        "rows": len(rows),
+        "sound": len(sound),
+        "mean unfitted, all rows": round(statistics.fmean(abs(row.unfitted) for row in rows), 4),
+        "unsound": {row.plan.name: row.unsound for row in rows if row.unsound},
+    }
+    if not sound:
+        say("  no row has sound inputs")
+        return result
     unfitted = statistics.fmean(abs(row.unfitted) for row in sound)
     fitted_mean = statistics.fmean(abs(held[row.plan.name]) for row in sound)
     best = best_overheads(sound)
@@ -433,12 +455,9 @@ def whole_steps(measured: Measurements) -> dict[str, Any]:
         f"{1e3 * best.gradient_sum_s:.0f} ms a sum of gradients)"
     )
     return {
-        "rows": len(rows),
-        "sound": len(sound),
-        "mean unfitted, all rows": round(statistics.fmean(abs(row.unfitted) for row in rows), 4),
+        **result,
         "mean unfitted": round(unfitted, 4),
         "mean leave-one-out": round(fitted_mean, 4),
-        "unsound": {row.plan.name: row.unsound for row in rows if row.unsound},
     }
 
 
@@ -447,18 +466,21 @@ def whole_steps(measured: Measurements) -> dict[str, Any]:
 
 def peak_memory(measured: Measurements, blocks: dict[str, CapturedBlock]) -> dict[str, Any]:
     """Peak memory by what autograd saves of the captured block, and one number of bytes for each
-    site (CUDA context, kernels, NCCL) fitted to its other rows."""
-    by_site: dict[str, list[tuple[MeasuredPlan, float]]] = {}
+    site (CUDA context, kernels, NCCL) fitted to its other rows. Plans on GH-96 alone are apart."""
+    by_site: dict[tuple[str, bool], list[tuple[MeasuredPlan, float]]] = {}
     for entry in measured.plans:
         plan = read_plan(entry)
         if plan is not None and plan.peak_bytes:
             explained = peak_bytes(plan, blocks[plan.shape.name].saved_bytes())
-            by_site.setdefault(plan.name.split("/")[0], []).append((plan, explained))
+            kinds = {kind for stage in plan.stages for kind in stage.kinds}
+            site = (plan.name.split("/")[0], kinds == {"GH-96"})
+            by_site.setdefault(site, []).append((plan, explained))
     say("\npeak memory of the fullest GPU")
+    if not by_site:
+        say("  none: the folder has no plan with a measured peak")
     worst = 0.0
     apart = {}
-    for rows in by_site.values():
-        is_main = all(kind == "GH-96" for plan, _ in rows for s in plan.stages for kind in s.kinds)
+    for (_, is_main), rows in by_site.items():
         for plan, explained in rows:
             context = unexplained_bytes([row for row in rows if row[0] is not plan])
             error = (explained + context) / plan.peak_bytes - 1
@@ -473,7 +495,12 @@ def peak_memory(measured: Measurements, blocks: dict[str, CapturedBlock]) -> dic
                 worst = max(worst, abs(error))
             else:
                 apart[plan.name] = note or f"{error:+.1%}"
-    return {"worst on GH-96": round(worst, 4), "others, reported apart": apart}
+    on_main = sum(len(rows) for (_, is_main), rows in by_site.items() if is_main)
+    return {
+        "rows on GH-96": on_main,
+        "worst on GH-96": round(worst, 4),
+        "others, reported apart": apart,
+    }
 
 
 def unexplained_bytes(rows: Sequence[tuple[MeasuredPlan, float]]) -> float:
@@ -489,6 +516,23 @@ def unexplained_bytes(rows: Sequence[tuple[MeasuredPlan, float]]) -> float:
     return min((step * 2e7 for step in range(500)), key=worst)
 
 
+def margins_of(details: dict[str, Any]) -> dict[str, float]:
+    """Each error as a part of what is allowed, of what the folder lets compare."""
+    blocks, steps, memory = (details[name] for name in ("blocks", "steps", "memory"))
+    margins = {}
+    if "worst" in blocks:
+        margins["block"] = blocks["worst"] / BLOCK_WITHIN
+        margins["ratio of two kinds"] = blocks["worst ratio of two kinds"] / RATIO_WITHIN
+        held = blocks["fitted on one model, checked on the other"].values()
+        if held:
+            margins["the other model"] = max(each["worst"] for each in held) / BLOCK_WITHIN
+    if "mean leave-one-out" in steps:
+        margins["steps"] = steps["mean leave-one-out"] / STEPS_WITHIN
+    if memory["rows on GH-96"]:
+        margins["memory"] = memory["worst on GH-96"] / MEMORY_WITHIN
+    return margins
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--measurements", type=Path, required=True, help="folder with layers.json")
@@ -500,14 +544,9 @@ def main() -> None:
         "steps": whole_steps(measured),
         "memory": peak_memory(measured, blocks),
     }
-    held = details["blocks"]["fitted on one model, checked on the other"].values()
-    margins = {
-        "block": details["blocks"]["worst"] / BLOCK_WITHIN,
-        "ratio of two kinds": details["blocks"]["worst ratio of two kinds"] / RATIO_WITHIN,
-        "the other model": max((each["worst"] for each in held), default=0.0) / BLOCK_WITHIN,
-        "steps": details["steps"]["mean leave-one-out"] / STEPS_WITHIN,
-        "memory": details["memory"]["worst on GH-96"] / MEMORY_WITHIN,
-    }
+    margins = margins_of(details)
+    if not margins:
+        sys.exit("real_gpus: nothing in this folder can be compared")
     worst = max(margins.values())
     for name, value in margins.items():
         details[name] = {**details.get(name, {}), "ratio": round(value, 3), "target": 1.0}

@@ -244,7 +244,7 @@ BENCHMARKS = (
         "vs_planners",
         PREDICTED,
         "Whale's plans for OPT-350 on 32 to 128 mixed GPUs, times faster",
-        "the best plan of AMP, FlashFlex, Galvatron, Metis and Sailor, scored by one simulator",
+        "the best plan of AMP, FlashFlex, Galvatron and Sailor, on the same times and links",
         needs_measurements=True,
     ),
     Benchmark(

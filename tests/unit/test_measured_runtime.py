@@ -17,6 +17,8 @@ from benchmarks.plan_scoring import (
     Scoring,
     one_forward_one_backward,
 )
+from benchmarks.vs_planners import replicas_of
+from whale.config import Config
 
 SHAPE = MODELS["OPT-350"]
 WHOLE = tuple((number, 1.0) for number in range(SHAPE.num_layers))
@@ -111,3 +113,27 @@ def test_scores_by_hand(measured: Measurements) -> None:
     # two replicas on two hosts: gradients follow the last backward, mostly hidden by it
     two = scoring.score([Line((ScoredStage(WHOLE, gpu),), 1.0, 3) for gpu in (0, 4)])
     assert alone.step_s < two.step_s < alone.step_s + 1.7
+
+
+def test_lines_as_replicas_of_whale() -> None:
+    """A pipeline whose first stage is cut over two GPUs, and one that leaves GPU 3 out."""
+    first = tuple((number, 1.0) for number in range(13))
+    last = tuple((number, 1.0) for number in range(13, 26))
+    lines = [
+        Line((ScoredStage(first, 4, 2), ScoredStage(last, 2)), 2.0, 19),
+        Line((ScoredStage(WHOLE, 1),), 2.0, 18),
+    ]
+    config = replicas_of(lines, [1, 2, 4, 5], "auto")
+    assert config == [
+        {
+            "stages": [
+                {"ranks": [2, 3], "split": True, "grid": [1, 2, 1]},
+                {"ranks": [1], "start": "blocks.12"},
+            ],
+            "samples": 38,
+            "num_micro_batch": 19,
+            "schedule": "auto",
+        },
+        {"stages": [{"ranks": [0]}], "samples": 36, "num_micro_batch": 18, "schedule": "auto"},
+    ]
+    assert Config({"replicas": config}).replicas == config

@@ -472,6 +472,30 @@ def test_annotations_contradict_replicas_that_are_given(replicas: list[list[int]
         plan_of(model, cluster, replicas=given)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "data"}, '"strategy": "data" .* "replicas" asks for'),
+        ({"num_task_graph": 3}, '"replicas" says .* "num_task_graph": 3 says it, too'),
+        ({"colocate": True}, '"replicas" says .* "colocate": True says it, too'),
+        ({"num_micro_batch": "auto"}, '"num_micro_batch": "auto" is chosen by the search'),
+    ],
+)
+def test_settings_that_replicas_would_ignore_are_refused(
+    settings: dict[str, object], message: str
+) -> None:
+    replicas = [{"stages": [[0]]}, {"stages": [[1], [2]]}]
+    with pytest.raises(ValueError, match=message):
+        plan_of(cluster=Cluster.uniform(3), replicas=replicas, **settings)
+
+
+def test_a_stage_that_saves_nothing_has_memory_for_any_number_of_samples() -> None:
+    """The last stages of seven save nothing of a sample, whose number a refusal names."""
+    by_hand = {"num_task_graph": 7, "schedule": "gpipe", "recompute": False}
+    with pytest.raises(ValueError, match=r"rank 6 \(old\) has memory for any number \(250 KB"):
+        plan_of(cluster=mixed(250_000), **by_hand)
+
+
 def test_float32_products_are_explained_where_a_device_without_tf32_is_left_out() -> None:
     quick = DeviceKind("quick", 20e9, 10**9, 50e9, tf32_flop_per_s=80e9)
     kinds = [quick, quick, DeviceKind("crawling", 1e8, 10**9, 1e9)]

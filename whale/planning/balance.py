@@ -227,8 +227,11 @@ def _free_memory(devices: DeviceLoads) -> str:
     shown = num_shown(len(tightest), SHOWN)
     for rank in sorted(tightest[:shown]):
         memory = devices.memory[rank]
+        most = memory.most_samples()
+        # a stage may save nothing of a sample
+        number = "any number" if most == UNLIMITED else max(0, most)
         lines.append(
-            f"rank {rank} ({devices.kinds[rank]}) has memory for {max(0, memory.most_samples())} "
+            f"rank {rank} ({devices.kinds[rank]}) has memory for {number} "
             f"({human_bytes(memory.capacity_bytes)} less {human_bytes(memory.static_bytes)} for "
             f"weights and the like, {human_bytes(memory.sample_bytes)} a sample)"
         )

@@ -17,7 +17,7 @@ from whale.plans.shares import DoesNotFit
 from whale.search.drafting import Drafted, actions_seconds
 from whale.search.marked import LONGER, new_marked_search
 from whale.search.point import Point, Shape
-from whale.search.refusals import is_annotated, nothing_fits, with_offer
+from whale.search.refusals import as_written, is_annotated, nothing_fits, with_offer
 from whale.search.search import Search, new_search
 from whale.search.settings import AUTO, OpenSettings, is_open, settled
 from whale.search.tries import SearchProgress, Tries
@@ -81,6 +81,7 @@ def why_fixed(problem: Problem) -> str | None:
         _refuse_contradiction(problem)
         return '"strategy": "data"'
     if config.replicas is not None:
+        _refuse_beside_replicas(config)
         return '"replicas" is set'
     if isinstance(config.offload, dict):
         return f'"offload": {config.offload!r} is set'
@@ -125,14 +126,31 @@ def _refuse_unused_waves(config: Config, is_searched: bool) -> None:
     )
 
 
+def _refuse_beside_replicas(config: Config) -> None:
+    """Refuses settings that "replicas" would take no notice of."""
+    for key in ("num_task_graph", "colocate"):
+        if config.is_given(key) and getattr(config, key):
+            raise ValueError(
+                f'"replicas" says which stages every model replica has, and '
+                f"{as_written(config, key)} says it, too: leave one of the two out"
+            )
+    if config.is_given("num_micro_batch") and config.num_micro_batch == AUTO:  # type: ignore[comparison-overlap]
+        raise ValueError(
+            '"num_micro_batch": "auto" is chosen by the search, which does not run where "replicas" '
+            "is set. Try: a number, also one for each of the replicas"
+        )
+
+
 def _refuse_contradiction(problem: Problem) -> None:
     """Refuses data parallelism for what asks for something else."""
     stages = problem.config.num_task_graph
     other = None
     if is_annotated(problem):
         other = "the model is annotated"
+    elif problem.config.replicas is not None:
+        other = '"replicas" asks for model replicas with stages of their own'
     elif problem.config.is_given("num_task_graph") and stages not in (None, 1):
-        other = f'"num_task_graph": {stages!r} asks for stages'
+        other = f"{as_written(problem.config, 'num_task_graph')} asks for stages"
     if other is not None:
         raise ValueError(
             f'"strategy": "data" is plain data parallelism, but {other}: leave one of the two out'

@@ -52,14 +52,15 @@ def nothing_fits(problem: Problem, done: Search, refused: ValueError | None) -> 
 
 def fixed_names(config: Config) -> list[str]:
     """The settings that hold, as the user wrote them."""
-    return [_as_written(config, name) for name in _fixed(config)]
+    return [as_written(config, name) for name in _fixed(config)]
 
 
 def _fixed(config: Config) -> list[str]:
     return [name for name in _CHOSEN if not is_open(config, name)]
 
 
-def _as_written(config: Config, name: str) -> str:
+def as_written(config: Config, name: str) -> str:
+    """A setting as the user wrote it."""
     value = getattr(config, name)
     return f'"{name}": {json.dumps(value) if isinstance(value, str | list) else value}'
 
@@ -77,7 +78,7 @@ def _without_fixed(problem: Problem, done: Search) -> str:
     if to_blame:  # opening one of them is enough
         fixed = [name for name, _ in to_blame]
         best = min((found for _, found in to_blame), key=lambda each: each.score_s)
-    names = [_as_written(problem.config, name) for name in fixed]
+    names = [as_written(problem.config, name) for name in fixed]
     fits = f"{best.candidate.describe()} fits, {human_seconds(best.step_s)} a step"
     if len(to_blame) > 1:
         return (
