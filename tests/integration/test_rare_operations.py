@@ -128,6 +128,40 @@ def long_speech() -> tuple[Tensor, ...]:
     return frames, labels, lengths.clamp(min=6), sizes
 
 
+class Tagger(nn.Module):
+    """The log-likelihood of tags in a chain, for each token that a mask keeps; the mask takes its
+    dtype from the scores.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 4, dtype=DOUBLE)
+        self.follow = nn.Parameter(torch.randn(4, 4, dtype=DOUBLE))
+
+    def forward(self, x: Tensor, tags: Tensor, mask: Tensor) -> Tensor:
+        scores = self.layer(x).transpose(0, 1)
+        tags, mask = tags.t(), mask.t()
+        samples = torch.arange(tags.shape[1])
+        score = scores[0, samples, tags[0]]
+        total = scores[0]
+        for step in range(1, len(tags)):
+            score += self.follow[tags[step - 1], tags[step]] * mask[step]
+            score += scores[step, samples, tags[step]] * mask[step]
+            following = torch.logsumexp(total[..., None] + self.follow + scores[step][:, None], 1)
+            total = torch.where(mask[step][:, None], following, total)
+        found = total.logsumexp(1) - score
+        return found.sum() / mask.type_as(scores).sum()
+
+
+class MaskedImage(Layered):
+    """The error of the elements that a mask of the samples keeps, in the shape of the result."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        found = self.layer(x)
+        kept = mask[:, None, None].expand_as(found).to(DOUBLE)
+        return ((found - x).square() * kept).sum() / kept.sum()
+
+
 class Uncertain(Layered):
     """Predicts a mean and a variance."""
 
@@ -251,6 +285,14 @@ CASES: Cases = {
     "CTC loss, mean": (lambda: Speech("mean"), long_speech),
     "CTC loss, sum without infinities": (lambda: Speech("sum", zero_infinity=True), speech),
     "number of each class": (Balanced, lambda: (rows(8, WIDTH), torch.randint(0, 5, (8,)))),
+    "chain of tags": (
+        Tagger,
+        lambda: (rows(8, 5, WIDTH), torch.randint(0, 4, (8, 5)), torch.rand(8, 5) < 0.7),
+    ),
+    "mask in the shape of the result": (
+        MaskedImage,
+        lambda: (rows(8, 3, WIDTH), torch.arange(8) % 3 > 0),
+    ),
     "Gaussian loss with a variance": (Uncertain, lambda: rows(8, WIDTH)),
     "rounded weights and activations": (QuantisationAware, lambda: rows(8, WIDTH)),
     "spectrum and back": (Spectral, lambda: rows(8, 64)),

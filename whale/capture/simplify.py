@@ -4,6 +4,8 @@
 - `x[mask] = value` becomes `where`, which leaves every row of `x` in its place: rows that a mask
   picks cannot be told apart by sample.
 - Other names of `cat` become `cat`, the one that the table of operations and the rules know.
+- A mask that takes its dtype or shape from a prediction (`mask.type_as(logits)`, `expand_as`) no
+  longer reads the prediction: it depends on the batch alone, so its sum may divide the loss.
 - A copy behind attention that only the attention kernel of some devices needs is left to `reshape`,
   so that the graph is the same for all of them.
 - A mask that says nothing but "no token sees a later one" becomes `is_causal` again. While it is
@@ -57,6 +59,7 @@ def simplify(graph: Graph, lengths: Mapping[sympy.Symbol, int] = MappingProxyTyp
     for node in list(graph.nodes):
         _use_where(node)
         _use_cat(node)
+        _read_one(node, carriers)
         if not keep_strides and _skip_reshape(node):
             if not node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
                 other_strides.update(node.users)
@@ -89,6 +92,31 @@ def _use_cat(node: Node) -> None:
         # one dim alone: `hstack` joins along it
         node.args = (argument(node, "tensors"), min(dim, rank - 1))
         node.kwargs = {}
+
+
+def _read_one(node: Node, carriers: set[Node]) -> None:
+    """Makes `to` of `type_as` and `expand` of `expand_as` where a tensor without gradient takes
+    its dtype or shape from one that has a gradient.
+    """
+    if aten_name(node) not in ("type_as", "expand_as"):
+        return
+    x = argument(node, "self")
+    other = argument(node, "other")
+    if x in carriers or other not in carriers:
+        return
+    if aten_name(node) == "type_as":
+        node.target = torch.ops.aten.to.dtype
+        node.args = (x, other.meta["val"].dtype)
+    else:
+        sizes: list[Any] = []
+        for dim, size in enumerate(other.meta["val"].shape):
+            if not isinstance(size, int):
+                place = (other, dim)
+                size = insert_call(node, torch.ops.aten.sym_size.int, place, like=node, value=size)
+            sizes.append(size)
+        node.target = torch.ops.aten.expand.default
+        node.args = (x, sizes)
+    node.kwargs = {}
 
 
 def _use_where(node: Node) -> None:
