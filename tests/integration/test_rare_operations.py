@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributions, nn
 
+import whale as wh
 from tests.integration.programs import DOUBLE, WIDTH, Cases, Layered, rows, trains_like_local
 
 
@@ -162,6 +163,30 @@ class MaskedImage(Layered):
         return ((found - x).square() * kept).sum() / kept.sum()
 
 
+class Ranked(nn.Module):
+    """A loss of pairs, and the norms of their vectors for each sample of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(9, WIDTH, dtype=DOUBLE)
+        self.items = nn.Embedding(9, WIDTH, dtype=DOUBLE)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        user, item = self.users(users), self.items(items)
+        loss = F.softplus(-(user * item).sum(1)).mean()
+        norms = user.norm(2).pow(2) + item.norm(2).pow(2)
+        return loss + 0.1 * norms / float(len(users)) + user.sum() / float(users.shape[0])
+
+
+class Normed(Layered):
+    """Norms of the whole batch: one that divides, and the square of one as a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x)
+        squared = torch.norm(found - 1, p=2).pow(2).detach()
+        return (found / found.norm()).sum() * squared + torch.norm(found.relu() - found.relu())
+
+
 class Uncertain(Layered):
     """Predicts a mean and a variance."""
 
@@ -293,14 +318,26 @@ CASES: Cases = {
         MaskedImage,
         lambda: (rows(8, 3, WIDTH), torch.arange(8) % 3 > 0),
     ),
+    "norms divided by the number of samples": (
+        Ranked,
+        lambda: (torch.randint(0, 9, (8,)), torch.randint(0, 9, (8,))),
+    ),
+    "norms of the whole batch": (Normed, lambda: rows(8, WIDTH)),
     "Gaussian loss with a variance": (Uncertain, lambda: rows(8, WIDTH)),
     "rounded weights and activations": (QuantisationAware, lambda: rows(8, WIDTH)),
     "spectrum and back": (Spectral, lambda: rows(8, 64)),
 }
-WHOLE_BATCH = ("number of each class",)
+WHOLE_BATCH = ("number of each class", "norms of the whole batch")
 """cases whose loss is no sum over parts of the batch"""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_trains_like_local(name: str) -> None:
     trains_like_local(*CASES[name], num_micro_batch=1 if name in WHOLE_BATCH else 2)
+
+
+def test_norms_of_the_whole_batch_are_all_reduced() -> None:
+    """Data parallelism without micro-batches sums them in the forward, and is not refused."""
+    annotated = wh.annotate(Normed(), {"*": wh.replicate(2)})
+    plan = wh.plan(annotated, rows(8, WIDTH), cluster=2, config={"num_micro_batch": 1})
+    assert plan.num_devices == 2

@@ -6,6 +6,8 @@
 - Other names of `cat` become `cat`, the one that the table of operations and the rules know.
 - A mask that takes its dtype or shape from a prediction (`mask.type_as(logits)`, `expand_as`) no
   longer reads the prediction: it depends on the batch alone, so its sum may divide the loss.
+- A norm of all samples becomes the root of a sum of squares, and its square (`x.norm(2).pow(2)`) that
+  sum: parts of the batch have sums that add up.
 - A copy behind attention that only the attention kernel of some devices needs is left to `reshape`,
   so that the graph is the same for all of them.
 - A mask that says nothing but "no token sees a later one" becomes `is_causal` again. While it is
@@ -60,6 +62,7 @@ def simplify(graph: Graph, lengths: Mapping[sympy.Symbol, int] = MappingProxyTyp
         _use_where(node)
         _use_cat(node)
         _read_one(node, carriers)
+        _use_sum_of_squares(node, carriers)
         if not keep_strides and _skip_reshape(node):
             if not node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
                 other_strides.update(node.users)
@@ -117,6 +120,41 @@ def _read_one(node: Node, carriers: set[Node]) -> None:
         node.target = torch.ops.aten.expand.default
         node.args = (x, sizes)
     node.kwargs = {}
+
+
+def _use_sum_of_squares(norm: Node, carriers: set[Node]) -> None:
+    """Makes a norm of everything in a tensor that has samples the root of a sum of squares, and of
+    its square the sum. Not in half precision, where a square is less exact than a norm.
+    """
+    if aten_name(norm) != "linalg_vector_norm":
+        return
+    x = argument(norm, "self")
+    value = x.meta["val"]
+    if (
+        argument(norm, "ord") != 2
+        or argument(norm, "dim")
+        or argument(norm, "keepdim")
+        or value.dtype not in (torch.float32, torch.float64)
+        or norm.meta["val"].dtype != value.dtype
+        or all(isinstance(size, int) for size in value.shape)
+    ):
+        return
+    square = insert_call(norm, torch.ops.aten.square.default, (x,), like=norm)
+    total = insert_call(norm, torch.ops.aten.sum.default, (square,), like=norm)
+    for user in list(norm.users):
+        is_square = aten_name(user) == "square" or (
+            aten_name(user) == "pow" and argument(user, "exponent") == 2
+        )
+        if is_square and user.meta["val"].dtype == value.dtype:
+            user.replace_all_uses_with(total)
+    # no gradient at 0, as that of a norm
+    least = torch.finfo(value.dtype).tiny
+    clamped = insert_call(norm, torch.ops.aten.clamp.default, (total, least), like=norm)
+    if norm in carriers:
+        carriers.update((square, total, clamped))
+    norm.target = torch.ops.aten.sqrt.default
+    norm.args = (clamped,)
+    norm.kwargs = {}
 
 
 def _use_where(node: Node) -> None:
