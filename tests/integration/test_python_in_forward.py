@@ -74,10 +74,19 @@ class SizeInLoss(Layered):
         return self.layer(x).square().mean() * (2.0 if x.shape[0] > 4 else 1.0)
 
 
+class SizesAsFloats(Layered):
+    """A sum divided by a float of a size, in a file that takes `float` for the type that it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = self.layer(x).square().sum() + torch.ones(len(x), dtype=torch.float64).sum()
+        return total / float(x.shape[0]) * (2.0 if isinstance(1.0, float) else 0.0)
+
+
 CASES: Cases = {
     "arange as a list": (ListOfNumbers, lambda: rows(8, WIDTH)),
     "len of tensors": (Lengths, lambda: rows(8, 3, WIDTH)),
     "int of sizes": (SizesAsInts, lambda: rows(8, 3, WIDTH)),
+    "float of sizes": (SizesAsFloats, lambda: rows(8, WIDTH)),
     "branch on the batch size": (ManySamples, lambda: rows(10, WIDTH)),
     "branch that a small batch does not take": (ManySamples, lambda: rows(6, WIDTH)),
     "halves of a joined batch": (Halves, lambda: rows(8, WIDTH)),

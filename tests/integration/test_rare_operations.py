@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributions, nn
 
+import whale as wh
 from tests.integration.programs import DOUBLE, WIDTH, Cases, Layered, rows, trains_like_local
 
 
@@ -126,6 +127,64 @@ def speech() -> tuple[Tensor, ...]:
 def long_speech() -> tuple[Tensor, ...]:
     frames, labels, lengths, sizes = speech()
     return frames, labels, lengths.clamp(min=6), sizes
+
+
+class Tagger(nn.Module):
+    """The log-likelihood of tags in a chain, for each token that a mask keeps; the mask takes its
+    dtype from the scores.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 4, dtype=DOUBLE)
+        self.follow = nn.Parameter(torch.randn(4, 4, dtype=DOUBLE))
+
+    def forward(self, x: Tensor, tags: Tensor, mask: Tensor) -> Tensor:
+        scores = self.layer(x).transpose(0, 1)
+        tags, mask = tags.t(), mask.t()
+        samples = torch.arange(tags.shape[1])
+        score = scores[0, samples, tags[0]]
+        total = scores[0]
+        for step in range(1, len(tags)):
+            score += self.follow[tags[step - 1], tags[step]] * mask[step]
+            score += scores[step, samples, tags[step]] * mask[step]
+            following = torch.logsumexp(total[..., None] + self.follow + scores[step][:, None], 1)
+            total = torch.where(mask[step][:, None], following, total)
+        found = total.logsumexp(1) - score
+        return found.sum() / mask.type_as(scores).sum()
+
+
+class MaskedImage(Layered):
+    """The error of the elements that a mask of the samples keeps, in the shape of the result."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        found = self.layer(x)
+        kept = mask[:, None, None].expand_as(found).to(DOUBLE)
+        return ((found - x).square() * kept).sum() / kept.sum()
+
+
+class Ranked(nn.Module):
+    """A loss of pairs, and the norms of their vectors for each sample of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(9, WIDTH, dtype=DOUBLE)
+        self.items = nn.Embedding(9, WIDTH, dtype=DOUBLE)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        user, item = self.users(users), self.items(items)
+        loss = F.softplus(-(user * item).sum(1)).mean()
+        norms = user.norm(2).pow(2) + item.norm(2).pow(2)
+        return loss + 0.1 * norms / float(len(users)) + user.sum() / float(users.shape[0])
+
+
+class Normed(Layered):
+    """Norms of the whole batch: one that divides, and the square of one as a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x)
+        squared = torch.norm(found - 1, p=2).pow(2).detach()
+        return (found / found.norm()).sum() * squared + torch.norm(found.relu() - found.relu())
 
 
 class Uncertain(Layered):
@@ -251,14 +310,34 @@ CASES: Cases = {
     "CTC loss, mean": (lambda: Speech("mean"), long_speech),
     "CTC loss, sum without infinities": (lambda: Speech("sum", zero_infinity=True), speech),
     "number of each class": (Balanced, lambda: (rows(8, WIDTH), torch.randint(0, 5, (8,)))),
+    "chain of tags": (
+        Tagger,
+        lambda: (rows(8, 5, WIDTH), torch.randint(0, 4, (8, 5)), torch.rand(8, 5) < 0.7),
+    ),
+    "mask in the shape of the result": (
+        MaskedImage,
+        lambda: (rows(8, 3, WIDTH), torch.arange(8) % 3 > 0),
+    ),
+    "norms divided by the number of samples": (
+        Ranked,
+        lambda: (torch.randint(0, 9, (8,)), torch.randint(0, 9, (8,))),
+    ),
+    "norms of the whole batch": (Normed, lambda: rows(8, WIDTH)),
     "Gaussian loss with a variance": (Uncertain, lambda: rows(8, WIDTH)),
     "rounded weights and activations": (QuantisationAware, lambda: rows(8, WIDTH)),
     "spectrum and back": (Spectral, lambda: rows(8, 64)),
 }
-WHOLE_BATCH = ("number of each class",)
+WHOLE_BATCH = ("number of each class", "norms of the whole batch")
 """cases whose loss is no sum over parts of the batch"""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_trains_like_local(name: str) -> None:
     trains_like_local(*CASES[name], num_micro_batch=1 if name in WHOLE_BATCH else 2)
+
+
+def test_norms_of_the_whole_batch_are_all_reduced() -> None:
+    """Data parallelism without micro-batches sums them in the forward, and is not refused."""
+    annotated = wh.annotate(Normed(), {"*": wh.replicate(2)})
+    plan = wh.plan(annotated, rows(8, WIDTH), cluster=2, config={"num_micro_batch": 1})
+    assert plan.num_devices == 2

@@ -423,10 +423,10 @@ def _known(error: Exception, place: Place) -> tuple[_Rule, dict[str, str]] | Non
     return None
 
 
-_NUMBER_OF_SIZE = re.compile(r"\bmath\.\w+\(|\blinspace\(|\bfloat\(")
+_NUMBER_OF_SIZE = re.compile(r"\bmath\.\w+\(|\blinspace\(")
 """what makes a number of a size, which then holds for the sample batch only"""
 _NUMBER_ADVICE = (
-    "`math`, `float()` and `torch.linspace` make a fixed number of a size. Compute with tensors: "
+    "`math` and `torch.linspace` make a fixed number of a size. Compute with tensors: "
     "`torch.arange(n) / (n - 1)` for `linspace(0, 1, n)`, `torch.ones(n).sum().log()` for "
     "`math.log(n)`"
 )

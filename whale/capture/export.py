@@ -173,6 +173,7 @@ def export_model(
 
 
 _READS_SIZE = re.compile(r"\bint\b|\blen\b")
+_FLOAT_OF_SIZE = re.compile(r"\bfloat\(")
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,8 @@ class _Attempt:
 
     files: frozenset[str] = frozenset()
     """where `int(size)` and `len(tensor)` leave the size a symbol"""
+    floats: frozenset[str] = frozenset()
+    """where `float(size)` does; not in all files of the above, for `dtype=float` is another use"""
     any_batch: bool = True
     """the graph must hold for every number of samples; otherwise for those that its conditions name
     (`Conditions`): a branch on the batch size is the one that the sample batch takes
@@ -192,10 +195,13 @@ class _Attempt:
     def after(self, error: Exception, sizes: SizeConditions) -> _Attempt | None:
         """What to try after this error; None: nothing helps."""
         if fixes_size(error):
-            reads = [place for place in sizes.equations() if _READS_SIZE.search(place.source)]
-            new = {place.file for place in reads}
-            new -= self.hashed
-            return replace(self, files=self.files | new) if new - self.files else None
+            places = sizes.equations()
+            reads = {place.file for place in places if _READS_SIZE.search(place.source)}
+            floats = {place.file for place in places if _FLOAT_OF_SIZE.search(place.source)}
+            following = replace(
+                self, files=self.files | (reads - self.hashed), floats=self.floats | floats
+            )
+            return following if following != self else None
         if hashing := hashes_size(error) & self.files:
             return replace(self, files=self.files - hashing, hashed=self.hashed | hashing)
         if self.any_batch and limits_batch(error):
@@ -213,7 +219,7 @@ def _export(
         _no_graph_dump(),
         random_branches(wrapper.model, findings),
         stand_ins(),
-        sizes_stay_symbols(attempt.files, attempt.hashed),
+        sizes_stay_symbols(attempt.files, attempt.hashed, attempt.floats),
         preserve_node_meta(),
         export_patches(shown.note),
     ):

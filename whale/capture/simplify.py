@@ -4,6 +4,10 @@
 - `x[mask] = value` becomes `where`, which leaves every row of `x` in its place: rows that a mask
   picks cannot be told apart by sample.
 - Other names of `cat` become `cat`, the one that the table of operations and the rules know.
+- A mask that takes its dtype or shape from a prediction (`mask.type_as(logits)`, `expand_as`) no
+  longer reads the prediction: it depends on the batch alone, so its sum may divide the loss.
+- A norm of all samples becomes the root of a sum of squares, and its square (`x.norm(2).pow(2)`) that
+  sum: parts of the batch have sums that add up.
 - A copy behind attention that only the attention kernel of some devices needs is left to `reshape`,
   so that the graph is the same for all of them.
 - A mask that says nothing but "no token sees a later one" becomes `is_causal` again. While it is
@@ -57,6 +61,8 @@ def simplify(graph: Graph, lengths: Mapping[sympy.Symbol, int] = MappingProxyTyp
     for node in list(graph.nodes):
         _use_where(node)
         _use_cat(node)
+        _read_one(node, carriers)
+        _use_sum_of_squares(node, carriers)
         if not keep_strides and _skip_reshape(node):
             if not node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
                 other_strides.update(node.users)
@@ -89,6 +95,66 @@ def _use_cat(node: Node) -> None:
         # one dim alone: `hstack` joins along it
         node.args = (argument(node, "tensors"), min(dim, rank - 1))
         node.kwargs = {}
+
+
+def _read_one(node: Node, carriers: set[Node]) -> None:
+    """Makes `to` of `type_as` and `expand` of `expand_as` where a tensor without gradient takes
+    its dtype or shape from one that has a gradient.
+    """
+    if aten_name(node) not in ("type_as", "expand_as"):
+        return
+    x = argument(node, "self")
+    other = argument(node, "other")
+    if x in carriers or other not in carriers:
+        return
+    if aten_name(node) == "type_as":
+        node.target = torch.ops.aten.to.dtype
+        node.args = (x, other.meta["val"].dtype)
+    else:
+        sizes: list[Any] = []
+        for dim, size in enumerate(other.meta["val"].shape):
+            if not isinstance(size, int):
+                place = (other, dim)
+                size = insert_call(node, torch.ops.aten.sym_size.int, place, like=node, value=size)
+            sizes.append(size)
+        node.target = torch.ops.aten.expand.default
+        node.args = (x, sizes)
+    node.kwargs = {}
+
+
+def _use_sum_of_squares(norm: Node, carriers: set[Node]) -> None:
+    """Makes a norm of everything in a tensor that has samples the root of a sum of squares, and of
+    its square the sum. Not in half precision, where a square is less exact than a norm.
+    """
+    if aten_name(norm) != "linalg_vector_norm":
+        return
+    x = argument(norm, "self")
+    value = x.meta["val"]
+    if (
+        argument(norm, "ord") != 2
+        or argument(norm, "dim")
+        or argument(norm, "keepdim")
+        or value.dtype not in (torch.float32, torch.float64)
+        or norm.meta["val"].dtype != value.dtype
+        or all(isinstance(size, int) for size in value.shape)
+    ):
+        return
+    square = insert_call(norm, torch.ops.aten.square.default, (x,), like=norm)
+    total = insert_call(norm, torch.ops.aten.sum.default, (square,), like=norm)
+    for user in list(norm.users):
+        is_square = aten_name(user) == "square" or (
+            aten_name(user) == "pow" and argument(user, "exponent") == 2
+        )
+        if is_square and user.meta["val"].dtype == value.dtype:
+            user.replace_all_uses_with(total)
+    # no gradient at 0, as that of a norm
+    least = torch.finfo(value.dtype).tiny
+    clamped = insert_call(norm, torch.ops.aten.clamp.default, (total, least), like=norm)
+    if norm in carriers:
+        carriers.update((square, total, clamped))
+    norm.target = torch.ops.aten.sqrt.default
+    norm.args = (clamped,)
+    norm.kwargs = {}
 
 
 def _use_where(node: Node) -> None:

@@ -18,7 +18,7 @@ not hold them as they are. Each computes the same.
                                       sum of the windows to raise
     torch.arange(2, 5).tolist()       the numbers: they depend on nothing
     int(size) for size in x.shape     the size as it is, still a symbol (`sizes_stay_symbols`)
-    len(x)                            the same
+    float(x.shape[0]), len(x)         the same
     x.take_along_dim(places, dim)     a `gather`: torch compares sizes of other dims as numbers
 """
 
@@ -234,29 +234,42 @@ class _KnownNumbers(TorchFunctionMode):
                 self._know(each, partial(lambda place: compute()[place], place))
 
 
-class _SymbolicInt(type):
-    """The type of `SymbolicInt`."""
+class _SymbolicNumber(type):
+    """The type of `SymbolicInt` and `SymbolicFloat`: they are taken for the types of Python."""
+
+    number: type
+    keep: Callable[[torch.SymInt], Any]
 
     def __call__(cls, value: Any = 0, *args: Any) -> Any:
-        return value if isinstance(value, torch.SymInt) else builtins.int(value, *args)
+        return cls.keep(value) if isinstance(value, torch.SymInt) else cls.number(value, *args)
 
     def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, builtins.int)
+        return isinstance(value, cls.number)
 
     def __subclasscheck__(cls, other: type) -> bool:
-        return issubclass(other, builtins.int)
+        return issubclass(other, cls.number)
 
     def __eq__(cls, other: object) -> bool:
-        return other is builtins.int or other is cls
+        return other is cls.number or other is cls
 
     def __hash__(cls) -> builtins.int:
-        return hash(builtins.int)
+        return hash(cls.number)
 
 
-class SymbolicInt(builtins.int, metaclass=_SymbolicInt):
+class SymbolicInt(builtins.int, metaclass=_SymbolicNumber):
     """`int` for the files of a model: leaves a symbolic size as it is, where `int` would make it
     the number of the sample batch.
     """
+
+    number = builtins.int
+    keep = staticmethod(lambda size: size)
+
+
+class SymbolicFloat(builtins.float, metaclass=_SymbolicNumber):
+    """`float` for the files of a model: of a symbolic size, a symbol."""
+
+    number = builtins.float
+    keep = staticmethod(torch.sym_float)
 
 
 def symbolic_len(value: Any) -> Any:
@@ -267,21 +280,26 @@ def symbolic_len(value: Any) -> Any:
 
 
 @contextmanager
-def sizes_stay_symbols(files: Collection[str], hashing: Collection[str] = ()) -> Iterator[None]:
-    """`int(size)` and `len(tensor)` in these files give the symbol; in those that hash sizes, `int`
-    gives a number that stands for it.
+def sizes_stay_symbols(
+    files: Collection[str], hashing: Collection[str] = (), floats: Collection[str] = ()
+) -> Iterator[None]:
+    """`int(size)` and `len(tensor)` in these files give the symbol, and `float(size)` in `floats`
+    one that is a float; in those that hash sizes, `int` gives a number that stands for it.
     """
     lengths = set(map(os.path.abspath, files))
+    with_float = set(map(os.path.abspath, floats))
     numbers = SizeNumbers()
     stand_in: dict[str, Any] = dict.fromkeys(map(os.path.abspath, files), SymbolicInt)
     stand_in |= dict.fromkeys(map(os.path.abspath, hashing), numbers.number_of)
     with ExitStack() as stack:
-        for module in list(sys.modules.values()) if stand_in else ():
+        for module in list(sys.modules.values()) if stand_in or with_float else ():
             file = os.path.abspath(getattr(module, "__file__", None) or "")
             if file in stand_in:
                 stack.enter_context(patched_item(vars(module), "int", stand_in[file]))
             if file in lengths:
                 stack.enter_context(patched_item(vars(module), "len", symbolic_len))
+            if file in with_float:
+                stack.enter_context(patched_item(vars(module), "float", SymbolicFloat))
         if hashing:
             stack.enter_context(numbers)
         yield
