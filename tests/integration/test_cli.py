@@ -555,6 +555,8 @@ def test_the_first_failure_is_the_cause(tmp_path: Path) -> None:
         (["run", "-n", "2", "--restart=1", "train.py"], "--restart. Did you mean '--restarts'?"),
         (["top", "--onc", "runs"], "no option --onc. Did you mean '--once'?"),
         (["schedule", "--device", "4"], "no option --device. Did you mean '--devices'?"),
+        (["run", "--nproc-per-node", "2", "t.py"], "--nproc-per-node. Did you mean '-n'?"),
+        (["run", "--num_processes=2", "t.py"], "--num_processes. Did you mean '-n'?"),
         (["run", "--emulate", "train.py"], "train.py stands where --emulate wants its value"),
         (["plan", "--cluster", "train.py"], "Try: whale plan --cluster VALUE train.py"),
     ],

@@ -27,6 +27,14 @@ NOT_SCRIPTS = {
     ".json": "A saved plan is for whale show, simulate, diff and compare",
 }
 """files that may be meant for something else -> what"""
+NAMES_OF_OTHERS = {
+    "--nproc-per-node": "-n",  # torchrun
+    "--nproc_per_node": "-n",
+    "--num-processes": "-n",  # accelerate launch
+    "--num_processes": "-n",
+    "--num_gpus": "-n",  # deepspeed
+}
+"""what other launchers call an option -> ours"""
 
 ScriptArgument = Annotated[
     Path, typer.Argument(metavar="SCRIPT", help="a training script that calls wh.parallelize")
@@ -163,7 +171,9 @@ def refuse_misspelt(words: Sequence[str], command: TyperCommand) -> None:
         name, has_value, _ = words[place].partition("=")
         known = name in flags or name in with_value or re.fullmatch(r"-\w.+", name) is not None
         if not known:
-            hint = nearest(name, flags | with_value)
+            meant = NAMES_OF_OTHERS.get(name)
+            own = flags | with_value
+            hint = f" Did you mean {meant!r}?" if meant in own else nearest(name, own)
             stop(f"whale {command.name}: there is no option {name}.{hint}")
         place += 2 if name in with_value and not has_value else 1
 
