@@ -15,7 +15,7 @@ import typer
 
 from benchmarks.results import BENCHMARKS
 from whale.cli import app
-from whale.config import Config
+from whale.config import document
 
 if TYPE_CHECKING:  # the tests of these pages run without mkdocs
     from mkdocs.config.defaults import MkDocsConfig
@@ -49,23 +49,12 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def config_page() -> str:
-    rows = []
-    for name, field in Config.model_fields.items():
-        kind = getattr(field.annotation, "__name__", None) or str(field.annotation)
-        if field.annotation is not None and "[" in str(field.annotation):
-            kind = str(field.annotation).replace("typing.", "")
-        default = field.get_default(call_default_factory=True)
-        rows.append(
-            [f"`{name}`", f"`{kind}`", f"`{json.dumps(default, default=str)}`", _text(field)]
-        )
+    """The table that `whale config` writes into a file."""
     return (
-        "# Config\n\n`wh.init({...})`, `whale run --set KEY=VALUE`, or a file. Every key, made from "
-        "`whale.config.Config`:\n\n" + table(["key", "values", "default", "what it does"], rows)
+        "# Config\n\n`wh.init({...})` and `wh.Config({...})` take these keys, and `wh.plan` in `config=`. Any other "
+        "key is refused. Made from `whale.config.Config`; `whale config` prints the same.\n\n"
+        + document()
     )
-
-
-def _text(field: Any) -> str:
-    return str(field.description or "")
 
 
 # ---- commands
