@@ -51,8 +51,8 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 def config_page() -> str:
     """The table that `whale config` writes into a file."""
     return (
-        "# Config\n\n`wh.init({...})` and `wh.Config({...})` take these keys, and `wh.plan` in `config=`. Any other "
-        "key is refused. Made from `whale.config.Config`; `whale config` prints the same.\n\n"
+        "# Config\n\n`wh.init({...})` and `wh.Config({...})` take these keys, `wh.plan` takes them in `config=`. Any "
+        "other key is refused. Made from `whale.config.Config`; `whale config` prints the same.\n\n"
         + document()
     )
 
@@ -93,9 +93,9 @@ def _option(parameter: click.Parameter) -> list[str] | None:
     if getattr(parameter, "hidden", False) or parameter.name == "help":
         return None
     is_argument = parameter.param_type_name == "argument"
-    names = [str(parameter.name).upper()] if is_argument else list(parameter.opts)
+    names = [parameter.metavar or parameter.human_readable_name] if is_argument else parameter.opts
     default = parameter.default
-    is_plain = isinstance(default, (str, int, float)) and not isinstance(default, bool)
+    is_plain = isinstance(default, (str, int, float, Path)) and not isinstance(default, bool)
     return [
         ", ".join(f"`{name}`" for name in names),
         f"`{default}`" if is_plain and default != "" else "",
