@@ -117,6 +117,13 @@ obtained:
 
 No figure here was measured on a GPU by us.
 """
+MISSING_HEAD = """
+## Not taken yet
+
+`python benchmarks/results.py NAME` adds one of these (a name with a space in quotes). Figures of them on other pages
+are of earlier runs; where no commit stands beside them, it was not written down.
+
+"""
 UNITS = {"_s": "s", "_ms": "ms", "_us": "us"}
 """endings of names -> units"""
 
@@ -134,12 +141,15 @@ def results_page(path: Path) -> str:
     else:
         head = ["claim", "how", "worst case", "target", "cases that reach it", "date"]
         parts.append("\n" + table(head, [_overview(found[name]) for name in order]))
-    parts.extend(_result(found[name]) for name in order)
     missing = [benchmark for benchmark in BENCHMARKS if benchmark.name not in found]
-    if missing:
+    if found and missing:
         parts.append(
-            "\n## Not taken yet\n\n`python benchmarks/results.py NAME` adds one of these.\n\n"
+            f"\n{len(BENCHMARKS) - len(missing)} of {len(BENCHMARKS)} benchmarks stand here; the others "
+            "are listed [at the end](#not-taken-yet).\n"
         )
+    parts.extend(_result(found[name]) for name in order)
+    if missing:
+        parts.append(MISSING_HEAD)
         rows = [
             [f"`{each.name}`", each.how, f"{each.claim}, against: {each.against}"]
             for each in missing
