@@ -243,7 +243,7 @@ BENCHMARKS = (
     Benchmark(
         "vs_planners",
         PREDICTED,
-        "Whale's plans for OPT-350 on 32 to 128 mixed GPUs, times faster",
+        "Whale's plans for OPT-350 on 32 to 128 GPUs, alike and mixed, times faster",
         "the best plan of AMP, FlashFlex, Galvatron and Sailor, on the same times and links",
         needs_measurements=True,
     ),

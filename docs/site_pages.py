@@ -15,7 +15,7 @@ import typer
 
 from benchmarks.results import BENCHMARKS
 from whale.cli import app
-from whale.config import Config
+from whale.config import document
 
 if TYPE_CHECKING:  # the tests of these pages run without mkdocs
     from mkdocs.config.defaults import MkDocsConfig
@@ -49,23 +49,12 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def config_page() -> str:
-    rows = []
-    for name, field in Config.model_fields.items():
-        kind = getattr(field.annotation, "__name__", None) or str(field.annotation)
-        if field.annotation is not None and "[" in str(field.annotation):
-            kind = str(field.annotation).replace("typing.", "")
-        default = field.get_default(call_default_factory=True)
-        rows.append(
-            [f"`{name}`", f"`{kind}`", f"`{json.dumps(default, default=str)}`", _text(field)]
-        )
+    """The table that `whale config` writes into a file."""
     return (
-        "# Config\n\n`wh.init({...})`, `whale run --set KEY=VALUE`, or a file. Every key, made from "
-        "`whale.config.Config`:\n\n" + table(["key", "values", "default", "what it does"], rows)
+        "# Config\n\n`wh.init({...})` and `wh.Config({...})` take these keys, `wh.plan` takes them in `config=`. Any "
+        "other key is refused. Made from `whale.config.Config`; `whale config` prints the same.\n\n"
+        + document()
     )
-
-
-def _text(field: Any) -> str:
-    return str(field.description or "")
 
 
 # ---- commands
@@ -104,9 +93,9 @@ def _option(parameter: click.Parameter) -> list[str] | None:
     if getattr(parameter, "hidden", False) or parameter.name == "help":
         return None
     is_argument = parameter.param_type_name == "argument"
-    names = [str(parameter.name).upper()] if is_argument else list(parameter.opts)
+    names = [parameter.metavar or parameter.human_readable_name] if is_argument else parameter.opts
     default = parameter.default
-    is_plain = isinstance(default, (str, int, float)) and not isinstance(default, bool)
+    is_plain = isinstance(default, (str, int, float, Path)) and not isinstance(default, bool)
     return [
         ", ".join(f"`{name}`" for name in names),
         f"`{default}`" if is_plain and default != "" else "",
@@ -128,6 +117,13 @@ obtained:
 
 No figure here was measured on a GPU by us.
 """
+MISSING_HEAD = """
+## Not taken yet
+
+`python benchmarks/results.py NAME` adds one of these (a name with a space in quotes). Figures of them on other pages
+are of earlier runs; where no commit stands beside them, it was not written down.
+
+"""
 UNITS = {"_s": "s", "_ms": "ms", "_us": "us"}
 """endings of names -> units"""
 
@@ -145,12 +141,15 @@ def results_page(path: Path) -> str:
     else:
         head = ["claim", "how", "worst case", "target", "cases that reach it", "date"]
         parts.append("\n" + table(head, [_overview(found[name]) for name in order]))
-    parts.extend(_result(found[name]) for name in order)
     missing = [benchmark for benchmark in BENCHMARKS if benchmark.name not in found]
-    if missing:
+    if found and missing:
         parts.append(
-            "\n## Not taken yet\n\n`python benchmarks/results.py NAME` adds one of these.\n\n"
+            f"\n{len(BENCHMARKS) - len(missing)} of {len(BENCHMARKS)} benchmarks stand here; the others "
+            "are listed [at the end](#not-taken-yet).\n"
         )
+    parts.extend(_result(found[name]) for name in order)
+    if missing:
+        parts.append(MISSING_HEAD)
         rows = [
             [f"`{each.name}`", each.how, f"{each.claim}, against: {each.against}"]
             for each in missing

@@ -1,4 +1,4 @@
-"""A training that moves house: it begins on four devices, goes on with two and ends on one, each
+"""A training that changes its devices: it begins on four, continues on two and ends on one, each
 time under another plan, with the losses of a run that was never interrupted.
 
     whale run -n 4 examples/resume_elsewhere.py --until 6        2 stages x 2 model replicas

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
@@ -30,6 +30,7 @@ from whale.config_values import (
     ScheduleName,
     Seed,
     Switch,
+    Values,
     Whole,
     Words,
     ZeroLevel,
@@ -38,6 +39,7 @@ from whale.names import current_names, nearest
 
 if TYPE_CHECKING:
     import torch
+    from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
 
 MIB = 1024**2
@@ -362,27 +364,34 @@ def _choices(annotation: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def type_words(annotation: Any) -> str:
-    """A field's type as a user reads it: `int | None`, without limits; choices are `str`."""
+def value_words(field: FieldInfo) -> str:
+    """What a field may be, as a user reads it: `int, "auto" or None`, without limits."""
+    *others, last = _words_of(field.annotation, field.metadata)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _words_of(annotation: Any, metadata: Iterable[Any] = ()) -> list[str]:
+    for each in metadata:
+        if isinstance(each, Values):
+            return list(each.words)
     if annotation is types.NoneType:
-        return "None"
+        return ["None"]
+    inside = get_args(annotation)
     if get_origin(annotation) is Annotated:
-        return type_words(get_args(annotation)[0])
+        return _words_of(inside[0], inside[1:])
     if get_origin(annotation) is Literal:
-        return "str"
-    if isinstance(annotation, type) and not get_args(annotation):
-        return annotation.__name__
-    if get_origin(annotation) in (list, dict):
-        return str(annotation)
-    return " | ".join(map(type_words, get_args(annotation)))
+        return [f'"{word}"' for word in inside]
+    if not inside:
+        return [annotation.__name__]
+    return [word for part in inside for word in _words_of(part)]  # of a union
 
 
 def rows() -> list[tuple[str, str, str, str]]:
-    """(key, type, default, meaning) of every field, as text."""
+    """(key, values, default, meaning) of every field, as text."""
     return [
         (
             key,
-            type_words(field.annotation),
+            value_words(field),
             repr(field.default),
             " ".join((field.description or "").split()),
         )
@@ -391,10 +400,9 @@ def rows() -> list[tuple[str, str, str, str]]:
 
 
 def document() -> str:
-    """A Markdown table of all fields: key, type, default, meaning."""
-    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for key, kind, default, meaning in rows():
-        kind = kind.replace("|", "or")
+    """A Markdown table of all fields: key, values, default, meaning."""
+    lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
+    for key, values, default, meaning in rows():
         meaning = meaning.replace("|", "\\|")
-        lines.append(f"| `{key}` | {kind} | `{default}` | {meaning} |")
+        lines.append(f"| `{key}` | {values} | `{default}` | {meaning} |")
     return "\n".join(lines) + "\n"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WrapValidator
@@ -16,6 +17,13 @@ LARGEST_SEED = 2**63 - 1
 
 REDUCE_OVERHEAD = "reduce-overhead"
 """what torch.compile calls its mode with graphs of launches"""
+
+
+@dataclass(frozen=True)
+class Values:
+    """Stands beside a type that does not show what a setting may be: the words for a reader."""
+
+    words: tuple[str, ...]
 
 
 def _plain_integer(value: Any) -> Any:
@@ -149,17 +157,32 @@ AboveZero = Annotated[
     float, BeforeValidator(_plain_integer), Field(strict=True, gt=0, allow_inf_nan=False)
 ]
 CountOrAuto = Annotated[
-    Count, WrapValidator(_or_auto), PlainSerializer(lambda value: value, return_type=Any)
+    Count,
+    WrapValidator(_or_auto),
+    PlainSerializer(lambda value: value, return_type=Any),
+    Values(("int", '"auto"')),
 ]
 """a number, or "auto" until the search has chosen one (`whale/search`): planning sees numbers"""
 Switch = Annotated[bool, Field(strict=True)]
 Words = Annotated[str, Field(strict=True)]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved", "wave", "zero-bubble", "auto"]
-Replicas = Annotated[list[dict[str, Any]] | None, BeforeValidator(_replicas)]
-RecomputeSetting = Annotated[bool | str | list[str], BeforeValidator(_recompute)]
-KeepGathered = Annotated[bool | str, BeforeValidator(_keep_gathered)]
-ZeroLevel = Annotated[int | str, BeforeValidator(_zero)]
-OffloadSetting = Annotated[bool | str | dict[str, str], BeforeValidator(_offload)]
+Replicas = Annotated[
+    list[dict[str, Any]] | None, BeforeValidator(_replicas), Values(("list of dicts", "None"))
+]
+RecomputeSetting = Annotated[
+    bool | str | list[str],
+    BeforeValidator(_recompute),
+    Values(('"auto"', "True", "False", "list of names")),
+]
+KeepGathered = Annotated[
+    bool | str, BeforeValidator(_keep_gathered), Values(('"auto"', "True", "False"))
+]
+ZeroLevel = Annotated[int | str, BeforeValidator(_zero), Values(("0", "1", "2", "3", '"auto"'))]
+OffloadSetting = Annotated[
+    bool | str | dict[str, str], BeforeValidator(_offload), Values(('"auto"', "False", "dict"))
+]
 DeviceType = Annotated[str, BeforeValidator(_device)]
-Compile = Annotated[bool | str, BeforeValidator(_compile)]
+Compile = Annotated[
+    bool | str, BeforeValidator(_compile), Values(("True", "False", f'"{REDUCE_OVERHEAD}"'))
+]
 Seed = Annotated[Whole, Field(ge=0, le=LARGEST_SEED)]

@@ -192,7 +192,15 @@ def test_every_field_is_described() -> None:
     assert {key for key, _, _, meaning in rows() if meaning} == names
     lines = document().splitlines()
     assert len(lines) == 2 + len(names)
-    assert any(line.startswith("| `num_task_graph` | int or None | `None` | ") for line in lines)
+    for start in (
+        '| `num_task_graph` | int, "auto" or None | `None` | ',
+        '| `num_micro_batch` | int or "auto" | `1` | ',
+        '| `strategy` | "auto", "data" or None | `None` | ',
+        "| `recompute` | \"auto\", True, False or list of names | `'auto'` | ",
+        "| `clip_grad_norm` | float or None | `None` | ",
+        "| `colocate` | bool | `False` | ",
+    ):
+        assert any(line.startswith(start) for line in lines), start
     assert all(line.count(" | ") == 3 for line in lines[2:])
 
 

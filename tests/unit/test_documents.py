@@ -12,6 +12,7 @@ import pytest
 import typer
 
 import whale
+from docs import site_pages
 from tests.pages import blocks
 from whale.cli import app
 
@@ -91,6 +92,24 @@ def test_names_of_the_reference_are_there() -> None:
         assert hasattr(importlib.import_module(module), attribute), name
     shown = {name.rpartition(".")[2] for name in names}
     assert shown == set(whale.__all__) - {"Config"}  # which has a page of its own
+
+
+def test_the_page_of_commands_shows_names_and_defaults() -> None:
+    page = site_pages.commands_page()
+    for row in (
+        "| `PLAN.JSON` |  | written by whale plan --save |",
+        "| `A.JSON` |  | one saved plan |",
+        "| `-o`, `--output` | `cluster.yaml` | The cluster file to write. |",
+        "| `FOLDER` | `runs` | where the runs are |",
+        "| `--port` | `8080` | 0: any that is free |",
+    ):
+        assert row in page, row
+
+
+def test_the_page_of_settings_shows_words_of_a_reader() -> None:
+    page = site_pages.config_page()
+    assert '| `num_task_graph` | int, "auto" or None | `None` |' in page
+    assert "Annotated" not in page and "<function" not in page
 
 
 def test_the_readme_is_short() -> None:

@@ -59,6 +59,7 @@ def test_a_new_line_takes_the_place_of_the_old_one(
     assert r"](#mixed_gpus) | predicted | 1.4 | at least 1.5 | **0 of 1** |" in page
     assert page.index("{ #mixed_gpus }") < page.index("{ #planning }")  # as in the overview
     assert "`python benchmarks/mixed_gpus.py`" in page and "| machine | " in page
+    assert f"\n2 of {len(results.BENCHMARKS)} benchmarks stand here" in page
     missing = page.partition("## Not taken yet")[2]
     assert "| `dp_vs_ddp` | measured on CPU | " in missing and "`planning`" not in missing
     (tmp_path / "none.jsonl").write_text("")

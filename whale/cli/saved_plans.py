@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN.JSON", help="written by whale plan --save")
 ]
-FirstPlan = Annotated[Path, typer.Argument(metavar="A.JSON")]
-SecondPlan = Annotated[Path, typer.Argument(metavar="B.JSON")]
+FirstPlan = Annotated[Path, typer.Argument(metavar="A.JSON", help="one saved plan")]
+SecondPlan = Annotated[Path, typer.Argument(metavar="B.JSON", help="the other one")]
 
 
 def show(file: PlanArgument) -> None:

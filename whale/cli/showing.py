@@ -231,7 +231,7 @@ def config() -> None:
         print(document(), end="")
         return
     table = Table(show_lines=True)
-    for name in ("key", "type", "default", "meaning"):
+    for name in ("key", "values", "default", "meaning"):
         table.add_column(name, overflow="fold")
     for row in rows():
         table.add_row(*map(Text, row))
