@@ -54,9 +54,7 @@ def local_call(
                 keywords,
             )
         if node.target is aten.repeat_interleave.self_int:
-            return graph.call_function(
-                aten.repeat_interleave.self_int, positional, {**keywords, "output_size": None}
-            )
+            return _repeat_interleave(graph, node, positional, keywords, shapes[0])
         if name == "type_as":
             return graph.call_function(aten.to.dtype, (positional[0], node.meta["val"].dtype))
         if name.startswith("conv"):
@@ -69,6 +67,21 @@ def local_call(
             dtype = node.meta["val"].dtype
             return graph.call_function(empty_transform, (positional[0], list(shapes[0]), dtype))
     return graph.call_function(node.target, positional, keywords)  # type: ignore[arg-type]
+
+
+def _repeat_interleave(
+    graph: Graph, node: Node, positional: tuple[Any, ...], keywords: dict[str, Any], shape: Shape
+) -> Node:
+    """The node of entries that are repeated. A single one (one head of keys for all queries) every
+    device has, and repeats it as often as its own part wants.
+    """
+    x = node.args[0].meta["val"]  # type: ignore[union-attr]
+    dim = dims_of_argument(node, "dim", x.dim())[0]
+    given = {**keywords, "output_size": None}
+    if isinstance(x.shape[dim], int) and x.shape[dim] == 1:
+        positional = positional[:1]
+        given |= {"repeats": shape[dim], "dim": dim}
+    return graph.call_function(aten.repeat_interleave.self_int, positional, given)
 
 
 def _convolution(
