@@ -64,6 +64,11 @@ def none_picked(x: Tensor) -> Tensor:
     return picked if picked.numel() else x  # HERE
 
 
+def lengths_in_a_set(x: Tensor) -> Tensor:
+    lengths = (x > 0).sum(1).tolist()
+    return x if len(set(lengths)) > 1 else -x  # HERE
+
+
 def no_shape(x: Tensor) -> Tensor:
     one, none = torch.ones(1), torch.zeros(1)
     return torch._fake_quantize_learnable_per_tensor_affine(x, one, none, 0, 255)  # HERE
@@ -142,6 +147,7 @@ def marked_line(step: Callable[[Tensor], Tensor]) -> int:
             '(F.mse_loss(x, y, reduction="none") * mask).sum()',
         ),
         (none_picked, "that of `x[mask]`", "keep the full shape"),
+        (lengths_in_a_set, "is put into a set", "instead of `set(sizes)`"),
         (no_shape, "learnable_per_tensor_affine.default` cannot be captured", "custom_op"),
         (bug, "TypeError: unsupported operand type(s)", "without Whale"),
         (wrong_shape, "same reduction dim", "without Whale"),

@@ -328,6 +328,13 @@ _RULES: tuple[_Rule, ...] = (
         "last step of each sample by `output[torch.arange(len(x)), lengths - 1]`",
     ),
     _Rule(
+        "TypeError",
+        r"unhashable type: non-nested SymInt",
+        "a number that the captured graph does not know is put into a set or made the key of a dict: "
+        "the size of a dim that varies, or what `.tolist()` and `.item()` read from a tensor",
+        f"compare sizes one by one instead of `set(sizes)`; what depends on values, keep a tensor, {_OUTSIDE}",
+    ),
+    _Rule(
         "RuntimeError",
         r"specialized it to be a constant \((?P<size>\d+)\)",
         "the forward fixes the batch size to {size}, the size of the sample batch. Whale runs it "
