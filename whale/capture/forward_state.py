@@ -49,7 +49,7 @@ from whale.capture.state_places import (
     read_slot,
     slot_attributes,
 )
-from whale.compat import tensor_stores
+from whale.compat import hook_stores, tensor_stores
 from whale.names import names_of
 
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
@@ -79,6 +79,9 @@ class ForwardState:
             for leaf, slot in slots.items():
                 self._places += _places_in(dotted(prefix, leaf), read_slot(slot, module), seen)
         self._places += _places_outside(OF_LOSS, loss, seen)
+        self._hooks = [
+            (store, set(store)) for each in model.modules() for store in hook_stores(each)
+        ]
         for prefix, owner in _outside(model):
             self._places.append(Namespace(prefix, owner, is_outside=True))
             for leaf, value in list(vars(owner).items()):
@@ -98,6 +101,11 @@ class ForwardState:
         for place in self._places:
             if any(True for _ in place.changed()):
                 place.restore()
+        # an attribute that says that hooks are there has gone: with the hooks left, the next call
+        # would register each a second time (transformers records hidden states by such hooks)
+        for store, before in self._hooks:
+            for number in [each for each in store if each not in before]:
+                del store[number]
 
 
 def numbers_of(changes: Mapping[str, Change]) -> dict[str, Change]:

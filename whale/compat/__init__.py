@@ -166,6 +166,14 @@ def tensor_stores(
     return module._parameters, module._buffers  # type: ignore[return-value]
 
 
+def hook_stores(module: torch.nn.Module) -> list[dict[int, object]]:
+    """The module's hooks of all kinds, as dicts from which they can be taken. Public are only the
+    handles, which whoever registers a hook is given.
+    """
+    named = vars(module).items()
+    return [store for name, store in named if "_hooks" in name and isinstance(store, dict)]
+
+
 def unsaved_buffers(module: torch.nn.Module) -> frozenset[str]:
     """Names of the module's own buffers that its state dict leaves out. A public
     `named_buffers(persistent=False)` would replace it.
