@@ -104,3 +104,22 @@ def test_a_slice_gives_about_the_plan_of_the_whole_cluster(
     sliced_s = wh.simulate(plan()).step_s
     assert any(found)
     assert sliced_s <= 1.1 * whole_s
+
+
+def test_where_no_plan_of_a_slice_fits_on_all_slices_all_devices_of_one_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All-reduces between slices take memory that few devices of one, filled by a plan, do not have."""
+    monkeypatch.setattr(slices, "MOST_DEVICES", 4)
+    cluster = hosts_of("fast", "old", "fast", "old")
+    draft_repeated = slices._draft_repeated
+    may_leave_out: list[bool] = []
+
+    def first_does_not_fit(whole: Search, found: Slices, inner: Search, tries: int | None) -> bool:
+        may_leave_out.append(inner.budget.smaller > 0)
+        fits = draft_repeated(whole, found, inner, tries)
+        return fits and len(may_leave_out) > 1
+
+    monkeypatch.setattr(slices, "_draft_repeated", first_does_not_fit)
+    wh.plan(Net(), torch.zeros(BATCH, WIDTH), cluster=cluster, config={"strategy": "auto"})
+    assert may_leave_out[:2] == [True, False]

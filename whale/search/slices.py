@@ -132,27 +132,41 @@ def draft_slices(search: Search) -> bool:
     for number in numbers:
         slices = Slices.of(problem.cluster, number)
         part = replace(problem, cluster=slices.cluster, batch_size=problem.batch_size // number)
-        inner = search.on(part)
         search.slices = slices  # an interrupt may end it here
-        inner.run()
-        search.num_estimates += inner.num_estimates
-        for drafted in _best_first(inner):
-            is_near = inner.best is not None and drafted.score_s <= NEAR * inner.best.score_s
-            if is_vast and search.best is not None and not is_near:
+        # a plan on few devices of a slice may fill them, without the memory that all-reduces between
+        # slices take: then all devices of the slice are taken
+        for may_leave_out in (True, False):
+            inner = search.on(part)
+            if not may_leave_out:
+                inner.budget = replace(inner.budget, smaller=0)
+            if _draft_repeated(search, slices, inner, tries) or inner.best is None:
                 break
-            search.report("slices", len(search.drafted), search.budget.drafts)
-            search.draft(slices.repeated(drafted.candidate), tries)
-            if inner.is_interrupted and search.best is not None:
-                raise KeyboardInterrupt
-            if len(search.drafted) >= search.budget.drafts:
-                break
-        if inner.is_interrupted:
-            raise KeyboardInterrupt
         _draft_one_slice(search, slices, inner)
         if search.best is not None:
             return True
         search.slices = None
     return False
+
+
+def _draft_repeated(search: Search, slices: Slices, inner: Search, tries: int | None) -> bool:
+    """Searches a slice and drafts its best plans on all slices; whether one of them could be."""
+    is_vast = tries is not None
+    inner.run()
+    search.num_estimates += inner.num_estimates
+    has_fitted = False
+    for drafted in _best_first(inner):
+        is_near = inner.best is not None and drafted.score_s <= NEAR * inner.best.score_s
+        if is_vast and has_fitted and not is_near:
+            break
+        search.report("slices", len(search.drafted), search.budget.drafts)
+        has_fitted |= search.draft(slices.repeated(drafted.candidate), tries) is not None
+        if inner.is_interrupted and search.best is not None:
+            raise KeyboardInterrupt
+        if len(search.drafted) >= search.budget.drafts:
+            break
+    if inner.is_interrupted:
+        raise KeyboardInterrupt
+    return has_fitted
 
 
 def _draft_one_slice(search: Search, slices: Slices, inner: Search) -> None:
