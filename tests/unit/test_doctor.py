@@ -128,7 +128,7 @@ def test_a_gpu_without_kernels_is_named_before_a_rank_waits(
     fact = _fact(all_facts(), "cuda:1 kernels")
     assert fact.status == "missing"
     assert "no kernels for compute capability 7.0 (Tesla V100-SXM2-16GB)" in fact.advice
-    assert "Try: a build of torch 2.13 or 2.14 for CUDA 12.6" in fact.advice
+    assert "Try: a build of torch 2.13 for CUDA 12.6" in fact.advice
     monkeypatch.setattr(ranks, "find_device", lambda name, local_rank: Volta(local_rank))
     with pytest.raises(ValueError, match=r"cuda:0 cannot be used: .* CUDA 12\.6"):
         ranks.Ranks()

@@ -63,7 +63,7 @@ def capture_model(
         )
     if trust is Trust.COMPARE:
         on_device = [tensor.to(task.device) for tensor in tensors]
-        with weights_on(model, task.device):
+        with weights_on(model, task.device), _as_trained(model):
             try:
                 _compare(capture, model, on_device, task)
             except ValueError as error:
@@ -84,7 +84,7 @@ def capture_model(
     count = 1 if config.num_micro_batch == "auto" else config.num_micro_batch  # type: ignore[comparison-overlap]
     captured_model = prepare(capture, count, config.loss_per_micro_batch)
     if trust is Trust.COMPARE and not config.loss_per_micro_batch:
-        with weights_on(model, task.device):
+        with weights_on(model, task.device), _as_trained(model):
             why_not = compare_parts(captured_model, model, on_device)
         if why_not:
             capture.captured.notes.append(why_not)
@@ -112,15 +112,15 @@ def capture_training(
     Submodules that the user put in eval mode (frozen BatchNorm) stay so. `first`: layout of the
     first batch, for a capture for another one.
     """
-    was_training = model.training
-    with _modes_restored(model):
-        if not was_training:
-            model.train()
+    with _as_trained(model):
         capture = _captured(model, layout, tensors, task, with_outputs, first)
-    if not was_training:
-        capture.captured.notes.append(
-            "the model was in eval mode; engine.step trains it in training mode"
+    if not model.training:
+        note = (
+            "the model was in eval mode (`from_pretrained` returns it so); engine.step trains it in "
+            "training mode, with dropout where it has some"
         )
+        logger.warning(note)
+        capture.captured.notes.append(note)
     return capture
 
 
@@ -156,6 +156,15 @@ def _captured(
         return make()
     cache = CaptureCache(Path(task.cache_folder).expanduser())
     return cache.capture(model, layout, task, with_outputs, make, first)
+
+
+@contextmanager
+def _as_trained(model: torch.nn.Module) -> Iterator[None]:
+    """The modes in which engine.step runs the model."""
+    with _modes_restored(model):
+        if not model.training:
+            model.train()
+        yield
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def float32_precision() -> str:
 # are the only ones since torch 2.11 with kernels for Volta and Pascal, and end with torch 2.14.
 FIRST_OF_ALL_BUILDS = (7, 5)
 """compute capability of Turing: every build of torch has kernels for it"""
-BUILD_FOR_OLDER = "a build of torch 2.13 or 2.14 for CUDA 12.6, which has kernels for V100 and P100"
+BUILD_FOR_OLDER = "a build of torch 2.13 for CUDA 12.6, which has kernels for V100 and P100"
 
 
 def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
