@@ -174,6 +174,7 @@ LATER = (
     "integration/test_clusters.py::test_ranks_load_what_their_share_needs",
     "unit/test_lean_schedules.py::test_a_schedule_saves_no_more_than_memory_holds",
     "unit/test_search_slices.py::test_the_plan_says_what_was_searched_and_what_is_left_over",
+    "unit/test_search_slices.py::test_where_no_plan_of_a_slice_fits_on_all_slices_all_devices_of_one_are_taken",
     "unit/test_search.py::test_memory_is_proved_without_times",
     "unit/test_search.py::test_the_search_gives_the_same_plan_in_every_run",
     "integration/test_clusters.py::test_ranks_get_the_devices_of_their_hosts",
