@@ -55,6 +55,14 @@ def test_what_is_missing_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _fact(found, "transformers").status == "look"
 
 
+def test_another_torch_than_the_tested_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _fact(all_facts(), "torch").status == "ok"
+    monkeypatch.setattr(facts, "_version", lambda name: "2.15.0+cu130")
+    fact = _fact(all_facts(), "torch")
+    assert fact.status == "look"
+    assert 'Try: pip install "torch==2.13.*"' in fact.advice
+
+
 def test_little_shared_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = facts.shutil._ntuple_diskusage(64 << 20, 0, 64 << 20)  # type: ignore[attr-defined]
     monkeypatch.setattr(facts.shutil, "disk_usage", lambda path: usage)

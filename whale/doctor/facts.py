@@ -29,6 +29,8 @@ PACKAGES = {
     "triton": "torch.compile on GPUs. Try: pip install triton",
 }
 """package -> what it is for, where Whale works without it"""
+TESTED_TORCH = "2.13"
+"""the version that the tests run with: the capture changes functions of torch in place"""
 LEAST_SHARED_BYTES = 1 << 30
 """workers of a DataLoader hand batches over through /dev/shm"""
 LEAST_OPEN_FILES = 4096
@@ -70,7 +72,12 @@ def _software() -> list[Fact]:
     ]
     for name, purpose in PACKAGES.items():
         version = _version(name)
-        if version is not None:
+        if name == "torch" and version is not None and not version.startswith(f"{TESTED_TORCH}."):
+            advice = (
+                f'Whale is tested with {TESTED_TORCH}. Try: pip install "torch=={TESTED_TORCH}.*"'
+            )
+            found.append(Fact(section, name, version, "look", advice))
+        elif version is not None:
             found.append(Fact(section, name, version))
         else:
             status: Status = "look" if purpose else "missing"
