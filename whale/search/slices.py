@@ -133,8 +133,8 @@ def draft_slices(search: Search) -> bool:
         slices = Slices.of(problem.cluster, number)
         part = replace(problem, cluster=slices.cluster, batch_size=problem.batch_size // number)
         search.slices = slices  # an interrupt may end it here
-        # a plan on few devices of a slice may fill them, without the memory that all-reduces between
-        # slices take: then all devices of the slice are taken
+        # the fastest plan of a slice may fill few of its devices, so that no memory is left for
+        # all-reduces with other slices: it is searched again for plans that take all devices
         for may_leave_out in (True, False):
             inner = search.on(part)
             if not may_leave_out:
