@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ from whale.cluster.cluster import ETHERNET_50G, PCIE_3_X16, Device, device_kind
 from whale.model_planner import ModelPlanner
 from whale.simulation.simulate import step_seconds
 
+UNLIMITED_BYTES = 10**13
 LARGE_BYTES = 2e9
 GROWTH_S = 180
 """CPU seconds, capture included, for any number of devices"""
@@ -122,9 +124,11 @@ Parts = dict[str, tuple[float, float]]
 def gpt_13(precision: str) -> dict[str, Any]:
     words = torch.zeros(64, 512, dtype=torch.long)
     found = searched(gpt2(24, 2048, 16, 512), words, two_hosts(), {"precision": precision})
-    by_hand_s = Hand(precision).seconds(BEST_BY_HAND)
+    hand = Hand(precision)
+    by_hand_s = hand.seconds(BEST_BY_HAND)
     assert by_hand_s is not None
     old_s = FIRST_COSTS_S[precision]
+    found["all cards busy all the time s"] = round(hand.never_idle_s(), 4)
     parts: Parts = {
         "step": (found["step_s"], by_hand_s),
         "seconds with capture": (found["CPU seconds in all"], 30),
@@ -232,8 +236,24 @@ class Hand:
     def seconds(self, settings: dict[str, Any], num_stages: int | None = 7) -> float | None:
         """Of a step; None where the plan does not fit. `num_stages`: None leaves all to the search."""
         stages = {} if num_stages is None else {"num_task_graph": num_stages}
-        config = wh.Config({"precision": self.precision, **stages, **settings})
-        planner = ModelPlanner(self.model, two_hosts(), config, self.layout.batch_size)
+        return self._seconds(two_hosts(), {**stages, **settings})
+
+    def never_idle_s(self) -> float:
+        """Seconds of a step in which no card ever waits: each takes the part of the model that it
+        does in the same time as the others, with messages that cost nothing and memory without end.
+        """
+        steps_per_s = 0.0
+        for device in two_hosts().devices:
+            kind = replace(device.kind, memory_bytes=UNLIMITED_BYTES)
+            alone = wh.Cluster((Device(0, "a", 0, kind),), PCIE_3_X16, ETHERNET_50G)
+            step_s = self._seconds(alone, {"strategy": "data", "num_micro_batch": 1})
+            assert step_s is not None
+            steps_per_s += 1 / step_s
+        return 1 / steps_per_s
+
+    def _seconds(self, cluster: wh.Cluster, settings: dict[str, Any]) -> float | None:
+        config = wh.Config({"precision": self.precision, **settings})
+        planner = ModelPlanner(self.model, cluster, config, self.layout.batch_size)
         try:
             return step_seconds(planner.plan(self.prepared, {})).step_s
         except ValueError:
@@ -250,7 +270,11 @@ def by_hand(precision: str) -> dict[str, Any]:
         steps[name] = None if step_s is None else round(step_s, 4)
     found_s = hand.seconds({}, num_stages=None)
     assert found_s is not None
-    return {"searched s": round(found_s, 4), "by hand s": steps}
+    return {
+        "searched s": round(found_s, 4),
+        "all cards busy all the time s": round(hand.never_idle_s(), 4),
+        "by hand s": steps,
+    }
 
 
 def compare_by_hand() -> None:
