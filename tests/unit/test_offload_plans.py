@@ -405,11 +405,10 @@ def uses_of_layers(number: int) -> list[Any]:
     return [*range(number), *reversed(range(number))]
 
 
-@pytest.mark.parametrize("is_written", [False, True])
-def test_moves_of_blocks_hold(is_written: bool) -> None:
+def test_moves_of_blocks_hold() -> None:
     uses = uses_of_layers(6)
     slot_of = {block: block % 3 for block in uses}
-    check_moves(uses, moves_of(uses, slot_of), slot_of, is_written=is_written)
+    check_moves(uses, moves_of(uses, slot_of), slot_of)
 
 
 def test_mutated_moves_are_refused() -> None:

@@ -56,7 +56,7 @@ HEAD_WIDTH = 64
 
 
 @dataclass(frozen=True)
-class Trial:
+class TimedOperation:
     """One operation at one size."""
 
     name: str
@@ -67,7 +67,7 @@ class Trial:
     """whose gradients the backward makes"""
 
 
-def trials(device: str, n: int) -> list[Trial]:
+def trials(device: str, n: int) -> list[TimedOperation]:
     """What is measured at one size: the operations of `models`."""
     x = _leaf(device, n, n)
     w = _leaf(device, n, n)
@@ -76,27 +76,27 @@ def trials(device: str, n: int) -> list[Trial]:
     positive = (x.detach().abs() + 1).requires_grad_()
     size = 4.0 * n * n
     found = [
-        Trial("linear", 2.0 * n**3, lambda: F.linear(x, w, shift), (x, w)),
-        Trial("add", 3 * size, lambda: x + w, (x, w)),
-        Trial("mul", 3 * size, lambda: x * w, (x, w)),
-        Trial("relu", 2 * size, lambda: F.relu(x), (x,)),
-        Trial("gelu", 2 * size, lambda: F.gelu(x), (x,)),
-        Trial("tanh", 2 * size, lambda: torch.tanh(x), (x,)),
-        Trial("pow", 2 * size, lambda: positive.pow(3.0), (positive,)),
-        Trial("softmax", 2 * size, lambda: torch.softmax(x, -1), (x,)),
-        Trial(
+        TimedOperation("linear", 2.0 * n**3, lambda: F.linear(x, w, shift), (x, w)),
+        TimedOperation("add", 3 * size, lambda: x + w, (x, w)),
+        TimedOperation("mul", 3 * size, lambda: x * w, (x, w)),
+        TimedOperation("relu", 2 * size, lambda: F.relu(x), (x,)),
+        TimedOperation("gelu", 2 * size, lambda: F.gelu(x), (x,)),
+        TimedOperation("tanh", 2 * size, lambda: torch.tanh(x), (x,)),
+        TimedOperation("pow", 2 * size, lambda: positive.pow(3.0), (positive,)),
+        TimedOperation("softmax", 2 * size, lambda: torch.softmax(x, -1), (x,)),
+        TimedOperation(
             "layer_norm", 2 * size, lambda: F.layer_norm(x, (n,), scale, shift), (x, scale, shift)
         ),
-        Trial("sum", size, lambda: x.sum(-1), (x,)),
-        Trial("cross_entropy_loss", size, lambda: _loss(x), (x,)),
-        Trial(
+        TimedOperation("sum", size, lambda: x.sum(-1), (x,)),
+        TimedOperation("cross_entropy_loss", size, lambda: _loss(x), (x,)),
+        TimedOperation(
             "embedding",
             2 * size,
             lambda: F.embedding(torch.arange(len(x), device=x.device), x),
             (x,),
         ),
-        Trial("view", size, lambda: x.view(-1), (x,)),
-        Trial("transposed_copy", 2 * size, lambda: x.t().contiguous(), (x,)),
+        TimedOperation("view", size, lambda: x.view(-1), (x,)),
+        TimedOperation("transposed_copy", 2 * size, lambda: x.t().contiguous(), (x,)),
     ]
     return found + _attention(device, n) + _convolution(device, n)
 
@@ -109,14 +109,14 @@ def _loss(x: Tensor) -> Tensor:
     return F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long, device=x.device))
 
 
-def _attention(device: str, length: int) -> list[Trial]:
+def _attention(device: str, length: int) -> list[TimedOperation]:
     """Products of many small matrices, alone and inside attention."""
     tokens = min(length, 512)
     q, k, v = (_leaf(device, HEADS, tokens, HEAD_WIDTH) for _ in range(3))
     one = 2.0 * HEADS * tokens * tokens * HEAD_WIDTH
     return [
-        Trial("matmul", one, lambda: torch.matmul(q, k.transpose(-1, -2)), (q, k)),
-        Trial(
+        TimedOperation("matmul", one, lambda: torch.matmul(q, k.transpose(-1, -2)), (q, k)),
+        TimedOperation(
             "scaled_dot_product_attention",
             2 * one,
             lambda: F.scaled_dot_product_attention(q[None], k[None], v[None]),
@@ -125,7 +125,7 @@ def _attention(device: str, length: int) -> list[Trial]:
     ]
 
 
-def _convolution(device: str, width: int) -> list[Trial]:
+def _convolution(device: str, width: int) -> list[TimedOperation]:
     channels = max(4, min(width // 8, 64))
     size = 4 * max(4, min(width // 32, 14))
     x = _leaf(device, 4, channels, size, size)
@@ -135,20 +135,20 @@ def _convolution(device: str, width: int) -> list[Trial]:
     flop = 2.0 * 9 * channels * x.numel()
     moved = 8.0 * x.numel()
     return [
-        Trial("conv2d", flop, lambda: F.conv2d(x, w, padding=1), (x, w)),
-        Trial(
+        TimedOperation("conv2d", flop, lambda: F.conv2d(x, w, padding=1), (x, w)),
+        TimedOperation(
             "batch_norm",
             moved,
             lambda: F.batch_norm(x, None, None, scale, shift, training=True),
             (x, scale, shift),
         ),
-        Trial(
+        TimedOperation(
             BATCH_NORM_OVER_DEVICES,
             moved,
             lambda: _norm_over_devices(x, scale, shift),
             (x, scale, shift),
         ),
-        Trial("max_pool2d", moved, lambda: F.max_pool2d(x, 3, 2, 1), (x,)),
+        TimedOperation("max_pool2d", moved, lambda: F.max_pool2d(x, 3, 2, 1), (x,)),
     ]
 
 
@@ -177,7 +177,7 @@ def operations_of(ranks: Ranks) -> list[Operations]:
     return found
 
 
-def _models(chosen: Sequence[Trial], width: int) -> list[list[Trial]]:
+def _models(chosen: Sequence[TimedOperation], width: int) -> list[list[TimedOperation]]:
     """What takes turns. Large operations find nothing in the caches anyway: their long ones go
     alone, so that a stretch stays short.
     """
@@ -190,14 +190,17 @@ def _models(chosen: Sequence[Trial], width: int) -> list[list[Trial]]:
     return [transformer, convolutional, *([trial] for trial in alone)]
 
 
-def _model(chosen: Sequence[Trial], ranks: Ranks) -> Operations:
+def _model(chosen: Sequence[TimedOperation], ranks: Ranks) -> Operations:
     """Operations of one kind of model at one size: in turns on a CPU; each by itself on a device
     that is given work ahead of time.
     """
     leaf = _leaf(ranks.device.name, 1)
     chosen = [
         *chosen,
-        *(Trial("view", 0.0, partial(_chain, leaf, length), (leaf,)) for length in (1, MANY_VIEWS)),
+        *(
+            TimedOperation("view", 0.0, partial(_chain, leaf, length), (leaf,))
+            for length in (1, MANY_VIEWS)
+        ),
     ]
     gradients = [torch.ones_like(trial.run()) for trial in chosen]
 
@@ -229,7 +232,7 @@ def _model(chosen: Sequence[Trial], ranks: Ranks) -> Operations:
     return Operations(Subject(turn), points)
 
 
-def _turn(chosen: Sequence[Trial], gradients: Sequence[Tensor]) -> list[float]:
+def _turn(chosen: Sequence[TimedOperation], gradients: Sequence[Tensor]) -> list[float]:
     """Seconds of each forward and of each backward, on a CPU. Results and gradients stay until the
     end, as in a step.
     """
@@ -265,7 +268,7 @@ def _start_s(one: float, many: float) -> float:
     return max(0.0, one - max(0.0, many - one) / (MANY_VIEWS - 1))
 
 
-def _backward(trial: Trial, gradient: Tensor) -> Callable[[], object]:
+def _backward(trial: TimedOperation, gradient: Tensor) -> Callable[[], object]:
     """The backward of one forward, as often as one likes."""
     result = trial.run()
     return lambda: torch.autograd.grad(result, trial.inputs, gradient, retain_graph=True)

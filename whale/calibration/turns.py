@@ -44,6 +44,8 @@ NUM_FASTEST = 3
 """stretches of each subject that count; it takes turns until so many were at fast moments, on every
 rank
 """
+LOOP_S = 0.02
+"""how long a short call is repeated in one turn"""
 STRETCH_S = 0.06
 """how long a subject takes turns in a pass; one turn at least"""
 TURNS_TOGETHER = 4
@@ -240,7 +242,7 @@ def _stretch(subject: Subject, on_accelerator: bool) -> Stretch:
 # ---- subjects that are one call
 
 
-def loop(run: Callable[[], object], ranks: Ranks, round_s: float = 0.02) -> Subject:
+def loop(run: Callable[[], object], ranks: Ranks) -> Subject:
     """The call, many times in a turn: looking at the clock, and at a device, takes time as well. On
     an accelerator the clock is that of its events: launching is not part of it.
     """
@@ -258,7 +260,7 @@ def loop(run: Callable[[], object], ranks: Ranks, round_s: float = 0.02) -> Subj
             end = device.event()
             device.synchronise()
             passed = device.elapsed_s(start, end)
-            if passed > round_s:
+            if passed > LOOP_S:
                 return [passed / number]
             calls = 2 * calls
 

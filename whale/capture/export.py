@@ -150,7 +150,7 @@ def export_model(
         around.callback(state.restore)
         unused = around.enter_context(fake_weights(wrapper, mode, device))
         marks = around.enter_context(collect_forward_marks())
-        attempt = _Attempt(any_batch=earlier is None)  # two batches have two sizes
+        attempt = _ExportAttempt(any_batch=earlier is None)  # two batches have two sizes
         while True:
             state.restore()
             unused()
@@ -177,7 +177,7 @@ _FLOAT_OF_SIZE = re.compile(r"\bfloat\(")
 
 
 @dataclass(frozen=True)
-class _Attempt:
+class _ExportAttempt:
     """What an export tries beyond the plain form. Most models need nothing."""
 
     files: frozenset[str] = frozenset()
@@ -192,7 +192,7 @@ class _Attempt:
     hashed: frozenset[str] = frozenset()
     """where `int(size)` gives a number that stands for it: these hash sizes (`SizeNumbers`)"""
 
-    def after(self, error: Exception, sizes: SizeConditions) -> _Attempt | None:
+    def after(self, error: Exception, sizes: SizeConditions) -> _ExportAttempt | None:
         """What to try after this error; None: nothing helps."""
         if fixes_size(error):
             places = sizes.equations()
@@ -210,7 +210,7 @@ class _Attempt:
 
 
 def _export(
-    wrapper: _LossOf, inputs: list[torch.Tensor], findings: Findings, attempt: _Attempt
+    wrapper: _LossOf, inputs: list[torch.Tensor], findings: Findings, attempt: _ExportAttempt
 ) -> ExportedProgram:
     """`torch.export` with everything that Whale changes around it."""
     with (

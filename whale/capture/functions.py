@@ -44,7 +44,6 @@ class Context:
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
         self.saved_tensors: tuple[Any, ...] = ()
-        self.materializes = True
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
@@ -56,7 +55,7 @@ class Context:
         del tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        self.materializes = value
+        del value
 
     def mark_dirty(self, *tensors: Any) -> None:
         del tensors

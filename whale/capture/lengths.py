@@ -4,10 +4,10 @@ captured graph, beside the number of samples.
     named     dims that the user declared, or that differ between batches   declared, varying
     captured  `Length` of the graph, with what forward asked of them        lengths_of, conditions
     bound     the numbers of one batch, where the graph holds for them      Conditions.numbers
-    specialised  the same graph for one set of numbers, for planning and for grids  -> at_lengths
+    specialised  the same graph for one set of numbers, for planning and for grids  CapturedModel.at
 
 A graph with lengths runs batches of every length that its conditions allow: the operations compute
-sizes from the batch. Plans need numbers: costs, memory and layouts are those of `at_lengths`.
+sizes from the batch. Plans need numbers: costs, memory and layouts are those of a specialised one.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 - Other names of `cat` become `cat`, the one that the table of operations and the rules know.
 - A mask that takes its dtype or shape from a prediction (`mask.type_as(logits)`, `expand_as`) no
   longer reads the prediction: it depends on the batch alone, so its sum may divide the loss.
-- A norm of all samples becomes the root of a sum of squares, and its square (`x.norm(2).pow(2)`) that
-  sum: parts of the batch have sums that add up.
+- A norm of all samples becomes the root of a sum of squares, and its square (`x.norm(2).pow(2)`)
+  that sum: parts of the batch have sums that add up.
 - A copy behind attention that only the attention kernel of some devices needs is left to `reshape`,
   so that the graph is the same for all of them.
 - A mask that says nothing but "no token sees a later one" becomes `is_causal` again. While it is

@@ -20,11 +20,11 @@ index and values of a folder, `training_state` optimizer and generators as tenso
 any box of any tensor, `pretrained` the Hugging Face layout.
 """
 
-from whale.checkpoint.commit import await_outcome, finish
+from whale.checkpoint.commit import finish
 from whale.checkpoint.errors import CheckpointError
-from whale.checkpoint.format import Entry, FileInfo, Index, SavedPiece, Target, read_index
+from whale.checkpoint.format import Target, read_index
 from whale.checkpoint.pieces import TensorPart
-from whale.checkpoint.pretrained import Match, PretrainedReader, export_safetensors
+from whale.checkpoint.pretrained import PretrainedReader, export_safetensors
 from whale.checkpoint.reader import Reader, find_checkpoints, resolve
 from whale.checkpoint.saver import AsyncSaver, Handle, nothing_to_save
 from whale.checkpoint.training_state import (
@@ -41,19 +41,13 @@ from whale.checkpoint.writer import Snapshot, assign_writers, take_snapshot, wri
 __all__ = [
     "AsyncSaver",
     "CheckpointError",
-    "Entry",
-    "FileInfo",
     "Handle",
-    "Index",
-    "Match",
     "PretrainedReader",
     "Reader",
-    "SavedPiece",
     "Snapshot",
     "Target",
     "TensorPart",
     "assign_writers",
-    "await_outcome",
     "export_safetensors",
     "find_checkpoints",
     "finish",

@@ -115,7 +115,7 @@ class Index:
     files: dict[str, FileInfo]
     tensors: dict[str, Entry]
     values: dict[str, Any]
-    """of the job, as rank 0 gave them (see `json_values`)"""
+    """of the job, as rank 0 gave them (see `encode`)"""
     rank_values: tuple[dict[str, Any], ...]
     """by rank"""
 

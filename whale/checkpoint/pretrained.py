@@ -93,21 +93,20 @@ class PretrainedReader:
         self,
         wanted: Iterable[str],
         aliases: Mapping[str, str] | None = None,
-        prefixes: Iterable[str] = (),
         optional: Iterable[str] = (),
     ) -> Match:
         """Finds each wanted name among the stored ones, also when one side has a leading prefix
         (`model.`, `transformer.`) more.
 
-        `aliases`: name -> first name of the same tied tensor: one of them is enough. `prefixes`:
-        likely ones (`base_model_prefix`). `optional`: names that need not be there, such as
-        buffers; they are found in the same way as the wanted ones.
+        `aliases`: name -> first name of the same tied tensor: one of them is enough. `optional`:
+        names that need not be there, such as buffers; they are found in the same way as the wanted
+        ones.
         """
         names = list(wanted)
         ties: dict[str, list[str]] = {}
         for name in {**dict.fromkeys(names), **(aliases or {})}:
             ties.setdefault((aliases or {}).get(name, name), []).append(name)
-        attempts = self._attempts(names, prefixes)
+        attempts = self._attempts(names)
         results = []
         for how, stored_name in attempts:
             found = {}
@@ -133,7 +132,8 @@ class PretrainedReader:
         if how and any(other != found for _, other in complete[1:]):
             raise CheckpointError(
                 f"the names in {self.path} fit the model in more than one way "
-                f"({', '.join(how for how, _ in complete)}): rename them, or give prefixes=[...]"
+                f"({', '.join(how for how, _ in complete)}). Try: `wh.Pretrained(path, rename=...)`"
+                ", a function from the model's names to those of the file"
             )
         rename = dict(attempts)[how]
         found |= {name: rename(name) for name in optional if rename(name) in self._file_of}
@@ -144,12 +144,10 @@ class PretrainedReader:
         unexpected = tuple(name for name in self._file_of if name not in expected)
         return Match(found, unexpected, how)
 
-    def _attempts(self, names: list[str], prefixes: Iterable[str]) -> list[tuple[str, _Rename]]:
+    def _attempts(self, names: list[str]) -> list[tuple[str, _Rename]]:
         """Ways to turn a wanted name into a stored one, the plain one first."""
-        heads = dict.fromkeys(prefix.rstrip(".") + "." for prefix in prefixes)
-        for name in [*names, *self._file_of]:
-            if "." in name:
-                heads[name.partition(".")[0] + "."] = None
+        dotted = [name for name in [*names, *self._file_of] if "." in name]
+        heads = dict.fromkeys(name.partition(".")[0] + "." for name in dotted)
         attempts = [("", _Rename())]
         for head in heads:
             attempts.append((f"without {head!r}", _Rename(strip=head)))

@@ -74,8 +74,8 @@ class AsyncSaver:
 
     `job_id`: any name that all ranks of this run share and no other run has (rank 0 draws it and
     sends it to the others). `keep`: how many checkpoints stay; None = all. `timeout_s`: how long
-    ranks wait for each other without progress. `keep_buffers`: whether the memory of the copy stays
-    allocated between saves, which makes the copy about five times faster.
+    ranks wait for each other without progress. The memory of the copy stays allocated between
+    saves, which makes the copy about five times faster.
     """
 
     def __init__(
@@ -87,7 +87,6 @@ class AsyncSaver:
         num_ranks: int = 1,
         keep: int | None = None,
         timeout_s: float = TIMEOUT_S,
-        keep_buffers: bool = True,
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(
@@ -100,7 +99,6 @@ class AsyncSaver:
         self._num_ranks = num_ranks
         self.keep = keep
         self._timeout_s = timeout_s
-        self._keep_buffers = keep_buffers
         self._buffers: dict[str, Tensor] = {}
         self._num_saves = 0
         self._current: Handle | None = None
@@ -124,9 +122,7 @@ class AsyncSaver:
         self._num_saves += 1
         target = Target(self.folder, step, f"{self._job_id}_{self._num_saves}")
         job_values = encode(dict(values or {}), "values")
-        snapshot = take_snapshot(
-            tensors, rank_values, parts, self._buffers if self._keep_buffers else None
-        )
+        snapshot = take_snapshot(tensors, rank_values, parts, self._buffers)
         future: Future[Path] = Future()
         handle = Handle(target.final, snapshot, future)
         # not a daemon: a script that ends right after `save` still gets its checkpoint

@@ -105,8 +105,8 @@ class Cluster:
     host_links: tuple[HostLinks, ...] = ()
     """hosts with links of their own"""
     all_reduce: Link | None = None
-    """measured all-reduce over all devices: latency, and the bytes per second that each device sends;
-    None: not measured
+    """measured all-reduce over all devices: latency, and the bytes per second that each device
+    sends; None: not measured
     """
     pair_links: tuple[PairLink, ...] = ()
     """links between certain hosts, by their names or patterns of them"""

@@ -63,8 +63,8 @@ def is_late(late_s: float, seconds: float) -> bool:
 
 
 def wanted_stretch(late_s: float, seconds: float) -> float:
-    """By what the time of an action would have to be multiplied for it not to be late: the work may
-    have taken that long, or the machine may have looked away, which it does for as long next time.
+    """The factor on the time of an action with which it would not have been late: the work may have
+    taken that long, or the machine may have run something else, which next time takes as long.
     """
     if not is_late(late_s, seconds):
         return 1.0

@@ -51,7 +51,7 @@ def prepare(
     precision = PRECISIONS.get(accelerator.mixed_precision)
     if precision is None:
         raise ValueError(
-            f'whale: mixed_precision="{accelerator.mixed_precision}" is not there. '
+            f'whale: mixed_precision="{accelerator.mixed_precision}" is not supported. '
             f"Try: one of {', '.join(PRECISIONS)}"
         )
     given = whale.to_dict() if isinstance(whale, Config) else dict(whale or {})
@@ -114,7 +114,7 @@ def _redirect(accelerator: Accelerator, made: Spread, trained: set[int]) -> None
 
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         if norm_type != 2:
-            raise ValueError(f"whale: norm_type={norm_type} is not there. Try: 2")
+            raise ValueError(f"whale: norm_type={norm_type} is not supported. Try: 2")
         one = isinstance(parameters, torch.Tensor)
         given = {id(each) for each in ([parameters] if one else parameters)}
         if not (given >= trained or given >= {id(each) for each in made.model.parameters()}):
@@ -125,7 +125,7 @@ def _redirect(accelerator: Accelerator, made: Spread, trained: set[int]) -> None
         return torch.tensor(engine.clip_grad_norm(max_norm))
 
     def clip_grad_value_(*_: Any) -> None:
-        raise ValueError("whale: clip_grad_value_ is not there. Try: clip_grad_norm_")
+        raise ValueError("whale: clip_grad_value_ is not supported. Try: clip_grad_norm_")
 
     def save(_: Any, __: Any, folder: str) -> None:
         engine.save(Path(folder) / CHECKPOINT, data={"step": accelerator.step}).wait()

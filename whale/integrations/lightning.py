@@ -93,7 +93,7 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             )
         if not self.lightning_module.automatic_optimization:
             raise ValueError(
-                "WhaleStrategy: automatic_optimization=False is not there. "
+                "WhaleStrategy: automatic_optimization=False is not supported. "
                 "Try: automatic optimization, or engine.forward_backward of whale itself"
             )
         optimizer = EngineOptimizer(None, made[0])
@@ -127,7 +127,7 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         precision = PRECISIONS.get(str(self.precision_plugin.precision))
         if precision is None:
             raise ValueError(
-                f"WhaleStrategy: precision={self.precision_plugin.precision!r} is not there. "
+                f"WhaleStrategy: precision={self.precision_plugin.precision!r} is not supported. "
                 f"Try: one of {', '.join(PRECISIONS)}"
             )
         api.configure(precision=precision, clip_grad_norm=None)
@@ -220,7 +220,7 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
 def _no_clipping_by_value(*_: Any) -> None:
     raise ValueError(
-        'WhaleStrategy: gradient_clip_algorithm="value" is not there. Try: "norm", the default'
+        'WhaleStrategy: gradient_clip_algorithm="value" is not supported. Try: "norm", the default'
     )
 
 

@@ -81,9 +81,9 @@ class RealCommunication:
         """The devices that hold the cut dims of an operation together."""
         return self.own.along(special.axes)
 
-    def first_of(self, special: Special, slot: int, dim: int) -> int:
-        """Index in the whole tensor of the first entry of a dim that this place has."""
-        ranges = special.inputs[slot].ranges(self.grid, self.place, dim)
+    def first_of(self, special: Special, dim: int) -> int:
+        """Index in the whole first argument of the first entry of a dim that this place has."""
+        ranges = special.inputs[0].ranges(self.grid, self.place, dim)
         assert len(ranges) == 1, (
             f"{op_name(special.node)} takes a dim of segments apart ({user_line(special.node)})"
         )
@@ -183,7 +183,7 @@ def _argmax(special: Special, around: RealCommunication) -> Callable[..., Any]:
     subgroup = around.subgroup(special)
     rank = len(special.inputs[0].cuts)
     dim = int(named_args(special.node)["dim"]) % rank
-    first = around.first_of(special, 0, dim)
+    first = around.first_of(special, dim)
     return _by_name(
         special.node,
         lambda given: argmax(given["self"], dim, bool(given["keepdim"]), first, subgroup),
@@ -192,7 +192,7 @@ def _argmax(special: Special, around: RealCommunication) -> Callable[..., Any]:
 
 def _class_loss(special: Special, around: RealCommunication) -> Callable[..., Any]:
     subgroup = around.subgroup(special)
-    first = around.first_of(special, 0, 1)
+    first = around.first_of(special, 1)
     num_classes = special.inputs[0].shape[1]
 
     def run(given: dict[str, Any]) -> Tensor:
@@ -212,7 +212,7 @@ def _class_loss(special: Special, around: RealCommunication) -> Callable[..., An
 
 
 def _embedding(special: Special, around: RealCommunication) -> Callable[..., Any]:
-    first = around.first_of(special, 0, 0)
+    first = around.first_of(special, 0)
     num_rows = special.inputs[0].shape[0]
     return _by_name(
         special.node,

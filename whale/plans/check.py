@@ -94,7 +94,7 @@ def _problems(plan: Plan) -> Iterator[str]:
     if plan.figures is not None:
         yield from _figures(plan, plan.figures)
     for view in plan.by_template:
-        yield from _stages(view, view.template)
+        yield from _stages(view.template)
         yield from _crossings(view.template)
         yield from _schedule(view, view.template)
         yield from _samples(view)
@@ -178,7 +178,7 @@ def _shares(plan: Plan) -> Iterator[str]:
             yield f"replica {number} names samples that are not there"
 
 
-def _stages(plan: Plan, template: ReplicaTemplate) -> Iterator[str]:
+def _stages(template: ReplicaTemplate) -> Iterator[str]:
     num_stages = len(template.stages)
     num_devices = len(template.grids)
     used = {stage.virtual_device for stage in template.stages}

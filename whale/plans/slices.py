@@ -35,19 +35,6 @@ class Slice:
     def num_samples(self) -> int:
         return self.stop - self.start
 
-    def within(self, interval: Interval) -> Interval:
-        """Local offsets of this slice on a device that holds `interval`: use as
-        `tensor[start:stop]`.
-        """
-        assert interval[0] <= self.start and self.stop <= interval[1], (
-            f"{self} is not inside {interval}"
-        )
-        return self.start - interval[0], self.stop - interval[0]
-
-    def transposed(self) -> Slice:
-        """The slice of the backward: the gradient of these samples on its way back."""
-        return Slice(self.destination, self.source, self.start, self.stop)
-
 
 def bridge(source: Sequence[Interval], destination: Sequence[Interval]) -> tuple[Slice, ...]:
     """Line (1): the slices from `source` to `destination`, ordered by sample. Empty intervals send

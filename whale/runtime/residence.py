@@ -73,8 +73,6 @@ class Residence:
         """slot -> the store of what was in it"""
         self._uses: Sequence[tuple[int, ...]] = ()
         self._place = 0
-        self.num_fetched = 0
-        """fetches since the start, for tests and figures"""
 
     def begin(self, uses: Sequence[tuple[int, ...]]) -> None:
         """A pass begins that uses blocks in this order, some of them several at once. What a pass
@@ -147,7 +145,6 @@ class Residence:
         self._here.pop(slot, None)
         self._arriving[block] = self.home.begin_fetch(block, self.pool.buffer(block))
         self._here[slot] = block
-        self.num_fetched += 1
 
     def _advance(self, blocks: tuple[int, ...]) -> None:
         """Moves on to the next place in the order at which these blocks are used."""

@@ -9,38 +9,33 @@ schedule by its name), `picture` (the schedule as text).
 """
 
 from whale.scheduling.action import Action, Edge, Kind, Orders, Schedule, StageGraph, parse_action
-from whale.scheduling.build import NAMES, ORDERS, build, build_forward_only, require_name
-from whale.scheduling.check import Proof, ScheduleError, check, peaks_in_flight, start_times
+from whale.scheduling.build import ORDERS, build, build_forward_only
+from whale.scheduling.check import ScheduleError, check, peaks_in_flight, start_times
 from whale.scheduling.costs import Costs, even_costs, lower_bound, stages_without_input_gradient
 from whale.scheduling.list_scheduler import list_orders
-from whale.scheduling.memory import ActionMemory, Bytes
+from whale.scheduling.memory import ActionMemory
 from whale.scheduling.messages import add_messages, arrived_by
 from whale.scheduling.orders import (
     forward_only,
     gpipe,
     interleaved_orders,
     one_f_one_b,
-    stages_to_end,
     wave_orders,
     zero_bubble_orders,
 )
 from whale.scheduling.picture import draw
-from whale.scheduling.simulate import ScheduleTimes, simulate
+from whale.scheduling.simulate import simulate
 
 __all__ = [
-    "NAMES",
     "ORDERS",
     "Action",
     "ActionMemory",
-    "Bytes",
     "Costs",
     "Edge",
     "Kind",
     "Orders",
-    "Proof",
     "Schedule",
     "ScheduleError",
-    "ScheduleTimes",
     "StageGraph",
     "add_messages",
     "arrived_by",
@@ -57,9 +52,7 @@ __all__ = [
     "one_f_one_b",
     "parse_action",
     "peaks_in_flight",
-    "require_name",
     "simulate",
-    "stages_to_end",
     "stages_without_input_gradient",
     "start_times",
     "wave_orders",

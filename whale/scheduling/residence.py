@@ -2,19 +2,18 @@
 
 A device does its work in order. Something that lives elsewhere (weights of a block, a piece of what
 a stage saved of a micro-batch) has a slot, which others of its size share in turn. It is brought by
-a FETCH, which begins before a place of the order, and leaves by a STORE behind one; what was not
-written to is dropped then, and its slot free at once, else it is free one place later. `moves_of`
-makes them: a fetch one place ahead of the first use where the slot allows it, a store behind the
-last use before another one comes. `check_moves` proves of any list of moves:
+a FETCH, which begins before a place of the order, and leaves by a STORE behind one, which frees its
+slot. `moves_of` makes them: a fetch one place ahead of the first use where the slot allows it, a
+store behind the last use before another one comes. `check_moves` proves of any list of moves:
 
     arrival    everything that is used has arrived: a fetch of it began, and no store came since
-    memory     no slot holds two things, coming and going included: so at no place more bytes are
+    memory     no slot holds two things, those on their way included: so at no place more bytes are
                here than those of the slots
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -44,8 +43,8 @@ class ResidenceError(ValueError):
     """Moves that do not hold."""
 
 
-def moves_of(uses: Uses, slot_of: Slots, made: Container[int] = ()) -> list[Move]:
-    """Moves for uses in this order. `made`: places at which the thing is made here, not fetched."""
+def moves_of(uses: Uses, slot_of: Slots) -> list[Move]:
+    """Moves for uses in this order."""
     found = []
     in_slot: dict[int, Hashable] = {}
     last_use: dict[Hashable, int] = {}
@@ -56,22 +55,15 @@ def moves_of(uses: Uses, slot_of: Slots, made: Container[int] = ()) -> list[Move
                 before = in_slot[slot]
                 found.append(Move(MoveKind.STORE, before, last_use[before]))
             is_free = place > 0 and slot_of[uses[place - 1]] != slot
-            if place not in made:
-                found.append(Move(MoveKind.FETCH, what, place - 1 if is_free else place))
+            found.append(Move(MoveKind.FETCH, what, place - 1 if is_free else place))
             in_slot[slot] = what
         last_use[what] = place
     return found
 
 
-def check_moves(
-    uses: Uses,
-    moves: Iterable[Move],
-    slot_of: Slots,
-    made: Container[int] = (),
-    is_written: bool = False,
-) -> None:
+def check_moves(uses: Uses, moves: Iterable[Move], slot_of: Slots) -> None:
     """Raises `ResidenceError` with the place at which something is used before it has arrived, or
-    a slot would hold two things. `is_written`: what leaves must be written home first.
+    a slot would hold two things.
     """
     fetches: dict[int, list[Hashable]] = {}
     stores: dict[int, list[Hashable]] = {}
@@ -79,32 +71,20 @@ def check_moves(
         chosen = fetches if move.kind is MoveKind.FETCH else stores
         chosen.setdefault(move.place, []).append(move.what)
     here: dict[int, Hashable] = {}
-    leaving: dict[int, Hashable] = {}
     for place, used in enumerate(uses):
         for what in fetches.get(place, ()):
-            _take(here, leaving, slot_of[what], what, place)
-        if place in made:
-            _take(here, leaving, slot_of[used], used, place)
+            _take(here, slot_of[what], what, place)
         if here.get(slot_of[used]) != used:
             raise ResidenceError(f"use {place} of {used} comes before it has arrived")
-        leaving = {}
         for what in stores.get(place, ()):
             if here.get(slot_of[what]) != what:
                 raise ResidenceError(f"behind use {place} {what} leaves, which is not here")
             del here[slot_of[what]]
-            if is_written:
-                leaving[slot_of[what]] = what
 
 
-def _take(
-    here: dict[int, Hashable],
-    leaving: Mapping[int, Hashable],
-    slot: int,
-    what: Hashable,
-    place: int,
-) -> None:
+def _take(here: dict[int, Hashable], slot: int, what: Hashable, place: int) -> None:
     """Something comes into a slot, which must be free."""
-    before = here.get(slot, leaving.get(slot))
+    before = here.get(slot)
     if before is not None:
         raise ResidenceError(f"at use {place} slot {slot} has {before}, and {what} comes into it")
     here[slot] = what

@@ -112,8 +112,8 @@ def _without(replica: ReplicaChoice, stage: int, rank: int) -> ReplicaChoice | N
 
 
 def _with_device(replica: ReplicaChoice, rank: int, outline: Outline) -> Iterator[ReplicaChoice]:
-    """The replica with one more device: in every stage, with its cuts as they are or moved, and as a
-    stage of its own that takes the first or the last operations of another. Cuts are where both
+    """The replica with one more device: in every stage, with its cuts as they are or moved, and as
+    a stage of its own that takes the first or the last operations of another. Cuts are where both
     stages take about equally long.
     """
     groups = replica.groups

@@ -316,9 +316,11 @@ class Outline:
         trained = 2.0 + is_shared + ratio + INSIDE_OPERATIONS * (2 + ratio)
         return self._bytes_where_first_read(trained, 1.0)
 
-    def tied_bytes(self, tied: TiedBytes, is_shared: bool = True) -> float:
-        """What a stage holds of a tied parameter that is first read elsewhere."""
-        return tied.trained_bytes * (2.0 + is_shared + self.problem.optimizer_ratio)
+    def tied_bytes(self, tied: TiedBytes) -> float:
+        """What a stage holds of a tied parameter that is first read elsewhere: weight, gradient and
+        its bucket to be all-reduced, optimizer state.
+        """
+        return tied.trained_bytes * (3.0 + self.problem.optimizer_ratio)
 
     @cached_property
     def largest_weight_bytes(self) -> float:

@@ -44,7 +44,6 @@ class DeviceClass:
     """Devices that nothing distinguishes."""
 
     kind: DeviceKind
-    hosts: tuple[str, ...]
     ranks: tuple[int, ...]
 
 
@@ -64,11 +63,7 @@ def device_classes(
         for (kind, _), members in found.items():
             merged.setdefault(kind, []).extend(members)
         found = {(kind, ""): ranks for kind, ranks in merged.items()}
-    classes = []
-    for (kind, _), members in found.items():
-        hosts = tuple(dict.fromkeys(cluster.devices[rank].host for rank in members))
-        classes.append(DeviceClass(kind, hosts, tuple(members)))
-    return tuple(classes)
+    return tuple(DeviceClass(kind, tuple(members)) for (kind, _), members in found.items())
 
 
 def lines(classes: Sequence[DeviceClass]) -> list[tuple[DeviceClass, ...]]:

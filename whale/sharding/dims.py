@@ -63,7 +63,6 @@ class _Class:
 class _Found:
     """What is known of one dim once all classes are: line (1)."""
 
-    key: Dim
     count: int
     """granules; those of one sample in a class of samples; 0: never cut"""
     segments: int
@@ -133,7 +132,7 @@ class Granules:
         for dim in list(self._parent):
             root, ratio = self._root(dim)
             classes.setdefault(root, _Class(torn=root in self._torn)).members.append((dim, ratio))
-        for root, each in classes.items():
+        for each in classes.values():
             least = min(ratio for _, ratio in each.members)
             for dim, ratio in each.members:
                 size = self._size(dim)
@@ -145,7 +144,6 @@ class Granules:
             samples = not each.torn and each.count % PRIME == 0
             for dim, ratio in each.members:
                 self._found[dim] = _Found(
-                    root,
                     0 if each.torn else each.count,
                     1 if each.torn else int(ratio / least),
                     samples,

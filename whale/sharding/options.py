@@ -48,7 +48,9 @@ class Option:
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     local: str = ""
-    """what runs instead of the operation itself: a key of `emit.LOCAL`"""
+    """what runs instead of the operation itself: one of `emit.SPECIAL`, or for a mean the sum of
+    the part, divided by the whole number
+    """
     segments: tuple[int, ...] = ()
     """how many runs of the dim each input, then each output has in proportion to the others; () =
     all alike
