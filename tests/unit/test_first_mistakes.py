@@ -232,6 +232,11 @@ def of_experts(asks: bool) -> None:
     wh.parallelize(Experts(asks), x_and_y()[0], optimizer=sgd)
 
 
+def gradient_in_forward(output: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(output.sum(), output, create_graph=True)
+    return slope.square().mean()
+
+
 def not_a_model() -> None:
     model: Any = "gpt2"
     wh.parallelize(model, x_and_y(), optimizer=sgd)
@@ -271,6 +276,10 @@ MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
     "has an expert tokens": (
         lambda: of_experts(asks=True),
         r"(?s)the model itself \(Experts\), test_first_.*which experts have tokens.*torch\.bmm",
+    ),
+    "a gradient in forward": (
+        lambda: of_pair(lambda o, b: gradient_in_forward(o)),
+        r"(?s)at the loss function, test_first_.*: `\(slope,\) =.*forward takes a gradient itself",
     ),
     "a loss of shape [1]": (
         lambda: of_pair(lambda o, b: o.mean().reshape(1)),
