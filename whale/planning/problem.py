@@ -20,6 +20,7 @@ from whale.config import Config
 from whale.costs.layer_times import measured_regions
 from whale.costs.update_work import UpdateWork
 from whale.operations.nodes import aten_name, named_args, op_name, trains_batch_norm
+from whale.operations.table import CREATORS
 from whale.planning.graph_facts import GraphFacts
 from whale.planning.offload import Offload
 from whale.planning.stages import RECOMPUTED, slice_stage
@@ -247,8 +248,9 @@ def _is_changed(value: Node, updates: Mapping[str, Node]) -> bool:
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if not isinstance(node.meta.get("val"), torch.Tensor | tuple | list):
-            continue  # a size
+        is_size = not isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
+        if is_size or op_name(node) in CREATORS:
+            continue  # of a batch only its shape
         if node.op == "placeholder" or (node.op == "get_attr" and str(node.target) in updates):
             return True
         waiting += [each for each in node.all_input_nodes if each not in seen]
