@@ -338,6 +338,13 @@ _RULES: tuple[_Rule, ...] = (
         "`register_fake` and `register_autograd`)",
     ),
     _Rule(
+        "AttributeError",
+        r"^'Tensor' object has no attribute 'constant'$",
+        "a `torch.func` transform inside of another one (vmap of grad, jacfwd of jacrev, hessian) "
+        "cannot be captured",
+        "write it with batched operations, and derivatives as formulas or by differences",
+    ),
+    _Rule(
         "TypeError",
         r"failed to unpack the object .* FakeTensor",
         "the value of a tensor becomes a size, as lengths do in `pack_padded_sequence`",

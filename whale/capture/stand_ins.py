@@ -52,6 +52,7 @@ from whale.capture.size_numbers import SizeNumbers
 from whale.compat import (
     causal_mask_detection,
     is_fake,
+    is_wrapped_by_transform,
     patched,
     patched_item,
     pytree,
@@ -171,8 +172,11 @@ def _bincount(classes: Tensor, weights: Tensor | None = None, minlength: int = 0
 
 
 def _refuse_gradient(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """A graph holds what forward computes; what autograd does in forward leaves it."""
-    if not any(map(is_fake, pytree.tree_leaves(outputs))):
+    """A graph holds what forward computes; what autograd does in forward leaves it. Tensors with
+    data are those of our own comparisons; transforms of `torch.func` are found in the graph.
+    """
+    tensors = pytree.tree_leaves(outputs)
+    if not any(is_fake(each) and not is_wrapped_by_transform(each) for each in tensors):
         return original(outputs, *args, **kwargs)
     raise CaptureError(
         "The model cannot be captured.\n"
