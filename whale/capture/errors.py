@@ -266,9 +266,10 @@ _OUTSIDE = (
 WRITE_EXPERTS = (
     "experts that each take their tokens: stack their weights, [expert, in, out], and write "
     "`torch.bmm(x.unsqueeze(1), stacked[chosen]).squeeze(1)` for tokens `x` and numbers of their "
-    "experts `chosen`: Whale copies no weights for that, and each token meets its expert alone. Or give "
-    "all tokens to each expert and weigh what comes, `out = out + expert(x) * (weight * (chosen == "
-    'k)).sum(-1, keepdim=True)`. In a model of transformers: `experts_implementation="grouped_mm"`'
+    "experts `chosen`: Whale copies no weights for that, and each token meets its expert alone. Or "
+    "give all tokens to each expert and weigh what comes, `out = out + expert(x) * (weight * "
+    "(chosen == k)).sum(-1, keepdim=True)`. In a model of transformers: "
+    '`experts_implementation="grouped_mm"`'
 )
 """how a mixture of experts is written without a shape that depends on the routing"""
 _RULES: tuple[_Rule, ...] = (

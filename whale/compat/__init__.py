@@ -91,7 +91,7 @@ def is_function_transform(node: torch.fx.Node) -> bool:
 
 
 def is_wrapped_by_transform(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is the stand-in that `torch.func.grad` computes with. Nothing public says."""
+    """Whether a tensor is one that `torch.func.grad` computes with. Nothing public says it."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
