@@ -81,6 +81,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "number of each class": (with_function(by_count), r"minlength=num_classes"),
     "linspace over the samples": (with_function(by_position), r"torch\.arange\(n\)"),
     "vmap": (with_function(torch.func.vmap(lambda x: x * x.sum())), TRANSFORM),
+    "vmap of grad": (
+        with_function(torch.func.vmap(torch.func.grad(lambda x: x.square().sum()))),
+        TRANSFORM,
+    ),
 }
 
 

@@ -208,6 +208,35 @@ def centred_loss(output: Tensor) -> Tensor:
     return value
 
 
+class Experts(nn.Module):
+    """A mixture that gives each expert its tokens, in ways that a graph cannot hold."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.asks = asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if self.asks and not (chosen == number).any():
+                continue
+            rows, places = torch.where(chosen == number)
+            out = out.index_add(0, rows, expert(x[rows]) * weight[rows, places, None])
+        return out.square().mean()
+
+
+def of_experts(asks: bool) -> None:
+    wh.parallelize(Experts(asks), x_and_y()[0], optimizer=sgd)
+
+
+def gradient_in_forward(output: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(output.sum(), output, create_graph=True)
+    return slope.square().mean()
+
+
 def not_a_model() -> None:
     model: Any = "gpt2"
     wh.parallelize(model, x_and_y(), optimizer=sgd)
@@ -238,6 +267,19 @@ MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
     "a decision in the loss": (
         lambda: of_pair(lambda o, b: o.mean() if torch.any(o > 0) else o.sum()),
         r"(?s)the loss function, test_first_mistakes.py.*Python needs the value of a tensor here.*torch.where",
+    ),
+    "tokens of each expert": (
+        lambda: of_experts(asks=False),
+        r"the shape of `where` depends on what the tensors hold.*Try: experts that each take their "
+        r"tokens: stack.*torch\.bmm\(x\.unsqueeze\(1\), stacked\[chosen\]\)",
+    ),
+    "has an expert tokens": (
+        lambda: of_experts(asks=True),
+        r"(?s)the model itself \(Experts\), test_first_.*which experts have tokens.*torch\.bmm",
+    ),
+    "a gradient in forward": (
+        lambda: of_pair(lambda o, b: gradient_in_forward(o)),
+        r"(?s)at the loss function, test_first_.*: `\(slope,\) =.*forward takes a gradient itself",
     ),
     "a loss of shape [1]": (
         lambda: of_pair(lambda o, b: o.mean().reshape(1)),

@@ -203,6 +203,25 @@ def test_batch_norms_keep_one_micro_batch_unless_the_user_says_otherwise() -> No
     assert plan_of(Normed(), num_micro_batch=4).num_micro_batch == 4
 
 
+class Spectral(Normed):
+    """The power iteration of a spectral norm continues in every micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()  # type: ignore[assignment]
+        self.last = nn.utils.parametrizations.spectral_norm(self.last)
+
+
+def test_buffers_that_forward_changes_keep_one_micro_batch_unless_the_user_says_otherwise() -> None:
+    plan = plan_of(Spectral())
+    assert plan.num_micro_batch == 1
+    assert any("0._u" in decision.why for decision in plan.decisions)
+    asked = plan_of(Spectral(), num_micro_batch=4)
+    assert asked.num_micro_batch == 4
+    (note,) = [note for note in asked.notes if "spectral norm" in note]
+    assert "2 buffers (first: last.parametrizations.weight.0._u" in note and "4 times" in note
+
+
 def test_data_is_plain_data_parallelism() -> None:
     plan = plan_of(strategy="data")
     assert len(plan.stages) == 1 and plan.num_replicas == 7

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import whale as wh
 from whale.capture.fake_quantize import fake_quantize_per_channel, fake_quantize_per_tensor
 from whale.capture.istft import istft
 
@@ -48,6 +50,82 @@ def test_istft(sides: str, num_dims: int) -> None:
                 assert istft(spectrum, **options).isnan().any()
                 continue
             torch.testing.assert_close(istft(spectrum, **options), expected, rtol=0, atol=1e-13)
+
+
+class UsesData(nn.Module):
+    """Flows read their batch statistics with `.data`, and old code writes masks with it."""
+
+    def __init__(self, use: Callable[[UsesData, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+        self.register_buffer("seen", torch.ones(3, dtype=torch.float64))
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.use(self, self.layer(x))
+        return (hidden - self.seen).square().mean()
+
+
+def read_data(model: UsesData, hidden: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.seen.mul_(0.5).add_(hidden.mean(0).data)
+    return hidden - hidden.data.square() * model.layer.weight.data.sum()
+
+
+def test_data_is_read_as_what_detach_gives() -> None:
+    torch.manual_seed(0)
+    model = UsesData(read_data)
+    local = deepcopy(model)
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    wh.init()
+    engine = wh.parallelize(model, x, optimizer=lambda given: torch.optim.SGD(given, lr=0.1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = local(x)
+        loss.backward()
+        optimizer.step()
+        assert engine.step(x).loss == pytest.approx(loss.item(), rel=1e-12)
+    for name, tensor in engine.full_state_dict().items():
+        torch.testing.assert_close(tensor, local.state_dict()[name], rtol=0, atol=1e-12)
+
+
+def write_to_a_weight(model: UsesData, hidden: Tensor) -> Tensor:
+    model.layer.weight.data *= 0.5
+    return hidden
+
+
+def write_to_a_part_of_a_value(model: UsesData, hidden: Tensor) -> Tensor:
+    hidden.data[:, 0] = 0.0
+    return hidden
+
+
+def write_to_a_buffer_that_a_gradient_needs(model: UsesData, hidden: Tensor) -> Tensor:
+    hidden = hidden * model.seen
+    model.seen.data.mul_(0.5)
+    return hidden
+
+
+def set_data(model: UsesData, hidden: Tensor) -> Tensor:
+    model.layer.bias.data = model.layer.bias * 0.5
+    return hidden
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        write_to_a_weight,
+        write_to_a_part_of_a_value,
+        write_to_a_buffer_that_a_gradient_needs,
+        set_data,
+    ],
+)
+def test_a_write_to_data_is_refused(use: Callable[[UsesData, Tensor], Tensor]) -> None:
+    """Autograd does not see it, and may need what was there before."""
+    wh.init({"check_capture": False})
+    x = torch.randn(4, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"(?s)test_stand_ins\.py:\d+.*`\.data`.*Try: `with torch"):
+        wh.parallelize(UsesData(use), x, optimizer=torch.optim.SGD)
 
 
 def result_and_gradient(function: Callable[..., Tensor], x: Tensor, *args: Any) -> list[Tensor]:

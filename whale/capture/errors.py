@@ -263,7 +263,24 @@ _OUTSIDE = (
     "or compute it outside the model and give it in the batch as a Python number (a new value is "
     "then a new capture)"
 )
+WRITE_EXPERTS = (
+    "experts that each take their tokens: stack their weights, [expert, in, out], and write "
+    "`torch.bmm(x.unsqueeze(1), stacked[chosen]).squeeze(1)` for tokens `x` and numbers of their "
+    "experts `chosen`: Whale copies no weights for that, and each token meets its expert alone. Or "
+    "give all tokens to each expert and weigh what comes, `out = out + expert(x) * (weight * "
+    "(chosen == k)).sum(-1, keepdim=True)`. In a model of transformers: "
+    '`experts_implementation="grouped_mm"`'
+)
+"""how a mixture of experts is written without a shape that depends on the routing"""
 _RULES: tuple[_Rule, ...] = (
+    _Rule(
+        "GuardOnDataDependentSymNode",
+        r"",
+        "Python asks here which tokens an expert has, or which experts have tokens. The captured "
+        "graph is the same for every batch",
+        WRITE_EXPERTS,
+        at=r"(?i)expert|moe\b|mixture",
+    ),
     _Rule(
         "GuardOnDataDependentSymNode",
         r"",
@@ -295,7 +312,8 @@ _RULES: tuple[_Rule, ...] = (
         "Python needs the value of a tensor here (`if`, `while`, `assert`, `and`, `float()`, "
         "`int()` or a comparison of `.item()`). The captured graph has one path for every batch, "
         "so no Python decision may depend on what the tensors hold",
-        "write both cases as tensors with `torch.where(condition, a, b)`; put checks under `if "
+        "write both cases as tensors with `torch.where(condition, a, b)`; leave out a check that "
+        "only spares work on nothing (`if mask.any():`); put checks under `if "
         "not torch.compiler.is_exporting():`; " + _OUTSIDE,
     ),
     _Rule(
@@ -319,6 +337,13 @@ _RULES: tuple[_Rule, ...] = (
         "runs",
         "write it with other operations of torch, or wrap it with `torch.library.custom_op` (with "
         "`register_fake` and `register_autograd`)",
+    ),
+    _Rule(
+        "AttributeError",
+        r"^'Tensor' object has no attribute 'constant'$",
+        "a `torch.func` transform inside of another one (vmap of grad, jacfwd of jacrev, hessian) "
+        "cannot be captured",
+        "write it with batched operations, and derivatives as formulas or by differences",
     ),
     _Rule(
         "TypeError",

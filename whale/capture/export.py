@@ -391,8 +391,8 @@ def _no_graph_dump() -> Iterator[None]:
 
 
 def _refuse_lost_writes(program: ExportedProgram) -> None:
-    """A write through `.data` leaves a fake constant behind and is otherwise lost without
-    a word.
+    """What is computed outside the graph leaves a fake constant behind and is otherwise lost
+    without a word.
     """
     for spec in program.graph_signature.input_specs:
         # buffers that are not saved also stand in program.constants, and may be fake
@@ -402,10 +402,10 @@ def _refuse_lost_writes(program: ExportedProgram) -> None:
         if is_fake(program.constants[name]):
             module = local_name(name).rpartition(".")[0] or "the model"
             raise CaptureError(
-                f"a tensor made in `{module}` is written through `.data` or outside the graph "
-                "(`torch.autograd.grad` in forward): the capture would lose that. Try: the "
-                "out-of-place form, or `with torch.no_grad():` instead of `.data`; the formula of "
-                "a gradient"
+                f"a tensor made in `{module}` is written outside the graph (`loss.backward()` in "
+                "forward, an operation that torch cannot trace): the capture would lose that. "
+                "Try: operations of torch whose results are new tensors, `with torch.no_grad():` "
+                "for values without gradient, and the formula of a gradient"
             )
 
 

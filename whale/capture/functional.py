@@ -43,7 +43,14 @@ from whale.capture.ops import (
     tensors,
     updates_statistics,
 )
-from whale.capture.out_of_place import refuse, same_form, twin_of, view_inverse
+from whale.capture.out_of_place import (
+    DATA_TAG,
+    OTHER_THAN_DATA,
+    refuse,
+    same_form,
+    twin_of,
+    view_inverse,
+)
 from whale.compat import is_function_transform, schema
 from whale.names import names_of
 from whale.operations.nodes import argument, aten_name, written_names
@@ -321,6 +328,8 @@ class _Functional:
         path: list[tuple[Node, Value]] = []
         owner = self.first(target)
         while owner in self.parents:
+            if DATA_TAG in (owner.meta.get("custom") or {}):
+                refuse(node, "writes to `.data`, behind the back of autograd", OTHER_THAN_DATA)
             path.append((owner, value))
             parent = self.parents[owner][0]
             shared = self.parents[owner]

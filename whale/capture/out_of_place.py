@@ -29,6 +29,13 @@ RENAMED = {
     "transpose_.default": aten.transpose.int,
 }
 """twins under another name"""
+DATA_TAG = "data"
+"""on the operation that stands for `.data`, in the meta data of the export"""
+OTHER_THAN_DATA = (
+    "`with torch.no_grad(): buffer.copy_(y)` for a buffer, the out-of-place form for any other "
+    "tensor (`F.linear(x, self.weight * self.mask)`); update weights outside of the model"
+)
+"""what to write instead of a write to `.data`"""
 NOT_DATA = names_of("set_ resize_ resize_as_ as_strided_ requires_grad_ retain_grad record_stream")
 """operations that change a tensor object in ways that a graph of values cannot say"""
 RESHAPES = names_of(

@@ -15,7 +15,9 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
+from whale.capture.errors import WRITE_EXPERTS
 from whale.capture.graph import CapturedGraph, user_line
+from whale.names import names_of
 from whale.operations.nodes import op_name
 
 
@@ -124,6 +126,31 @@ _ADVICE = {
     "unique": _COUNTED,
 }
 """by operation; others pick entries by a mask"""
+_ROUTING = names_of("topk argmax argsort sort one_hot")
+"""operations that choose experts for tokens"""
+_PICKS = names_of("nonzero nonzero_numpy where index")
+
+
+def _advice(node: Node, name: str) -> str:
+    """What to write instead of an operation whose shape depends on values."""
+    sources = node.all_input_nodes
+    masks = [each for each in sources if getattr(each.meta["val"], "dtype", None) == torch.bool]
+    if name in _PICKS and _is_routed(masks or sources[:1]):
+        return WRITE_EXPERTS
+    return _ADVICE.get(name, _MASKED)
+
+
+def _is_routed(nodes: list[Node]) -> bool:
+    """Whether one of these is computed from a choice among several, as that of experts."""
+    waiting = list(nodes)
+    seen = set(nodes)
+    while waiting:
+        node = waiting.pop()
+        if op_name(node) in _ROUTING or (op_name(node) == "max" and len(node.args) > 1):
+            return True
+        waiting += [each for each in node.all_input_nodes if each not in seen]
+        seen.update(node.all_input_nodes)
+    return False
 
 
 def refuse_unknown_sizes(captured: CapturedGraph) -> None:
@@ -143,5 +170,5 @@ def refuse_unknown_sizes(captured: CapturedGraph) -> None:
                 raise ValueError(
                     f"the shape of `{said}` depends on what the tensors hold ({user_line(node)}), "
                     "and a plan, with `split` or without, "
-                    f"needs every shape. Try: {_ADVICE.get(name, _MASKED)}"
+                    f"needs every shape. Try: {_advice(node, name)}"
                 )

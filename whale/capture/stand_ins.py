@@ -20,6 +20,9 @@ not hold them as they are. Each computes the same.
     int(size) for size in x.shape     the size as it is, still a symbol (`sizes_stay_symbols`)
     float(x.shape[0]), len(x)         the same
     x.take_along_dim(places, dim)     a `gather`: torch compares sizes of other dims as numbers
+    x.data                            `x.detach()`, the same numbers in the same memory: torch's
+                                      leaves the graph. Writes to it are refused
+    torch.autograd.grad in forward    refused by its line
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
 from whale.capture.ctc_loss import ctc_loss
@@ -43,8 +47,17 @@ from whale.capture.errors import CaptureError, calling_place
 from whale.capture.fake_quantize import fake_quantize_per_channel, fake_quantize_per_tensor
 from whale.capture.guards import code_swapped
 from whale.capture.istft import istft
+from whale.capture.out_of_place import DATA_TAG, OTHER_THAN_DATA
 from whale.capture.size_numbers import SizeNumbers
-from whale.compat import causal_mask_detection, patched, patched_item, without_modes
+from whale.compat import (
+    causal_mask_detection,
+    is_fake,
+    is_wrapped_by_transform,
+    patched,
+    patched_item,
+    pytree,
+    without_modes,
+)
 from whale.names import names_of
 
 NO_BAG = float("-inf")
@@ -61,6 +74,7 @@ def stand_ins() -> Iterator[None]:
         stack.enter_context(code_swapped(inspect.unwrap(F.gaussian_nll_loss), _gaussian_nll_loss))
         stack.enter_context(code_swapped(causal_mask_detection, _is_causal))
         stack.enter_context(patched(torch.distributions.Distribution, "_validate_args", False))
+        stack.enter_context(code_swapped(torch.autograd.grad, _refuse_gradient))
         stack.enter_context(_KnownNumbers())
         yield
 
@@ -157,6 +171,42 @@ def _bincount(classes: Tensor, weights: Tensor | None = None, minlength: int = 0
     return (hot * weights.unsqueeze(-1)).sum(0)
 
 
+def _refuse_gradient(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """A graph holds what forward computes; what autograd does in forward leaves it. Tensors with
+    data are those of our own comparisons; transforms of `torch.func` are found in the graph.
+    """
+    tensors = pytree.tree_leaves(outputs)
+    if not any(is_fake(each) and not is_wrapped_by_transform(each) for each in tensors):
+        return original(outputs, *args, **kwargs)
+    raise CaptureError(
+        "The model cannot be captured.\n"
+        f"  at {calling_place().describe()}\n"
+        "  What is wrong: forward takes a gradient itself (`torch.autograd.grad`, for a gradient "
+        "penalty, forces, or derivatives in a physics loss), and a captured graph holds only what "
+        "forward computes.\n"
+        "  Try: compute the derivative with tensors, layer by layer beside the values (behind `y = "
+        "torch.tanh(a)` it is `(1 - y * y) * da`, behind a linear layer `da @ weight.T`; again for "
+        "second derivatives), or by differences, `(u(x + h) - u(x - h)) / (2 * h)`."
+    )
+
+
+def _data(tensor: Tensor) -> Tensor:
+    """`tensor.data`, marked: a write to it would pass by autograd."""
+    with annotate({DATA_TAG: True}):
+        return tensor.detach()
+
+
+def _refuse_data(tensor: Tensor, value: Tensor) -> None:
+    """`tensor.data = value`."""
+    del tensor, value
+    raise CaptureError(
+        "The model cannot be captured.\n"
+        f"  at {calling_place().describe()}\n"
+        f"  What is wrong: `.data` gets another tensor, behind the back of the graph.\n"
+        f"  Try: {OTHER_THAN_DATA}."
+    )
+
+
 def _take_along_dim(values: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
     """`torch.take_along_dim`, which compares the sizes of other dims as numbers."""
     if dim is None:
@@ -178,7 +228,7 @@ class _KnownNumbers(TorchFunctionMode):
     Python numbers alone, until somebody asks for these.
     """
 
-    STAND_INS: ClassVar[dict[Callable[..., Any], Callable[..., Tensor]]] = {
+    STAND_INS: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {
         torch.bincount: _bincount,
         torch.Tensor.bincount: _bincount,
         torch.fake_quantize_per_channel_affine: fake_quantize_per_channel,
@@ -187,6 +237,8 @@ class _KnownNumbers(TorchFunctionMode):
         torch.Tensor.take_along_dim: _take_along_dim,
         torch.istft: istft,
         torch.Tensor.istft: istft,
+        torch.Tensor.data.__get__: _data,  # type: ignore[attr-defined]
+        torch.Tensor.data.__set__: _refuse_data,  # type: ignore[attr-defined]
     }
     """of functions that are no Python code, which could be swapped"""
     MAKERS = (torch.arange, torch.linspace)

@@ -45,6 +45,7 @@ __all__ = [
     "hooks_of_tensor",
     "is_fake",
     "is_function_transform",
+    "is_wrapped_by_transform",
     "neg_view",
     "num_writes",
     "patched",
@@ -86,9 +87,12 @@ def is_function_transform(node: torch.fx.Node) -> bool:
     if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
         return True
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(
-        value
-    )
+    return isinstance(value, torch.Tensor) and is_wrapped_by_transform(value)
+
+
+def is_wrapped_by_transform(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one that `torch.func.grad` computes with. Nothing public says it."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def schema(target: Any) -> torch.FunctionSchema:

@@ -22,7 +22,12 @@ from whale.planning.offload_account import Homes, StepLoad, with_homes
 from whale.planning.offload_figures import with_offload
 from whale.planning.offload_text import offload_decisions
 from whale.planning.pricing import figures_of
-from whale.planning.problem import Problem, layer_times_decision, precision_decision
+from whale.planning.problem import (
+    Problem,
+    buffers_of_micro_batches,
+    layer_times_decision,
+    precision_decision,
+)
 from whale.planning.recompute import Regions
 from whale.planning.recompute_choice import explain
 from whale.planning.split_memory import on_grids
@@ -75,6 +80,7 @@ def assemble(problem: Problem, workload: Workload, draft: Draft, model: str) -> 
         notes=(
             *problem.captured.notes,
             *_batch_norm_notes(problem.captured, config.num_micro_batch),
+            *_buffer_notes(problem.captured, config.num_micro_batch),
             *draft.split.notes(),
         ),
         least_samples=draft.device_loads.least,
@@ -280,6 +286,22 @@ def _batch_norm_notes(captured: CapturedGraph, num_micro_batch: int) -> list[str
         f"{len(found)} batch norms (first: {user_line(found[0])}) take their statistics over each "
         f"of the {num_micro_batch} micro-batches, not over the whole mini-batch: the same as local "
         'training in such micro-batches. "num_micro_batch": 1 gives one whole-batch step'
+    ]
+
+
+def _buffer_notes(captured: CapturedGraph, num_micro_batch: int) -> list[str]:
+    """Notes on buffers that each micro-batch changes again. Running statistics belong to the batch
+    norm that writes them.
+    """
+    found = buffers_of_micro_batches(captured)
+    if not found or num_micro_batch == 1:
+        return []
+    return [
+        f"{count(len(found), 'buffer')} (first: {found[0]}, "
+        f"{user_line(captured.buffer_updates[found[0]])}) written by forward: {num_micro_batch} "
+        "times in a step, once in each micro-batch, the same as local training in such "
+        "micro-batches (a spectral norm iterates once in each, a counter counts them). "
+        '"num_micro_batch": 1 writes once'
     ]
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import Node
 
 from whale.annotation import Mark, Strategy
@@ -19,6 +20,7 @@ from whale.config import Config
 from whale.costs.layer_times import measured_regions
 from whale.costs.update_work import UpdateWork
 from whale.operations.nodes import aten_name, named_args, op_name, trains_batch_norm
+from whale.operations.table import CREATORS
 from whale.planning.graph_facts import GraphFacts
 from whale.planning.offload import Offload
 from whale.planning.stages import RECOMPUTED, slice_stage
@@ -228,6 +230,34 @@ def _refuse_repeated_updates(captured: CapturedGraph, num_micro_batch: int) -> N
             )
 
 
+def buffers_of_micro_batches(captured: CapturedGraph) -> list[str]:
+    """Buffers that forward changes by what they were or by the samples, so that several
+    micro-batches leave another value than one. Not those of batch norms, and no tables.
+    """
+    updates = captured.buffer_updates
+    return [
+        name
+        for name, value in updates.items()
+        if not name.endswith("num_batches_tracked") and _is_changed(value, updates)
+    ]
+
+
+def _is_changed(value: Node, updates: Mapping[str, Node]) -> bool:
+    """Whether a new value is computed from the batch or from a buffer that has one."""
+    waiting = [value]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        is_size = not isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
+        if is_size or op_name(node) in CREATORS:
+            continue  # of a batch only its shape
+        if node.op == "placeholder" or (node.op == "get_attr" and str(node.target) in updates):
+            return True
+        waiting += [each for each in node.all_input_nodes if each not in seen]
+        seen.update(node.all_input_nodes)
+    return False
+
+
 def _refuse_sample_buffers(captured: CapturedGraph) -> None:
     """Buffers computed from samples would drift apart on the devices that share a micro-batch
     (BatchNorm's are summed over all).
@@ -237,12 +267,12 @@ def _refuse_sample_buffers(captured: CapturedGraph) -> None:
         if args.get("use_input_stats") and args.get("running_mean") is not None:
             raise ValueError(
                 f"instance norm with running statistics ({user_line(node)}): each device would "
-                "keep other statistics. Use track_running_stats=False, or put this part on one "
+                "keep other statistics. Try: track_running_stats=False, or this part on one "
                 "device with one model replica"
             )
     for name, value in captured.buffer_updates.items():
         if slice_stage([value], RECOMPUTED, {}).inputs:
             raise ValueError(
                 f"buffer {name} is computed from the samples ({user_line(value)}), so each device "
-                "would get another value: put this part on one device with one model replica"
+                "would get another value. Try: this part on one device with one model replica"
             )

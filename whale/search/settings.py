@@ -8,7 +8,7 @@ from whale.capture.graph import user_line
 from whale.config import Config
 from whale.operations.nodes import trains_batch_norm
 from whale.planning.offload_auto import Try, may_offload, tries
-from whale.planning.problem import Problem
+from whale.planning.problem import Problem, buffers_of_micro_batches
 from whale.planning.schedules import FIXED_ORDERS
 from whale.search.candidate import MemoryChoice
 
@@ -173,4 +173,8 @@ def why_one(problem: Problem, is_asked: bool) -> str | None:
     for node in captured.compute_nodes():
         if trains_batch_norm(node) and not is_asked:
             return f"batch norms ({user_line(node)}) take their statistics over each of them"
+    changed = [] if is_asked else buffers_of_micro_batches(captured)
+    if changed:
+        line = user_line(captured.buffer_updates[changed[0]])
+        return f"buffer {changed[0]} ({line}) changes with each of them"
     return None
