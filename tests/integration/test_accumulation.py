@@ -141,6 +141,53 @@ def test_a_batch_that_does_not_count_leaves_no_trace() -> None:
         torch.testing.assert_close(engine.full_state_dict()[name], tensor, rtol=0, atol=0)
 
 
+def sgd(pairs: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(pairs, lr=0.5, momentum=0.9)
+
+
+def clip_and_clip(config: dict[str, Any], norms: tuple[float, ...]) -> Any:
+    """Clips several times before an update, with a batch that does not count behind the last."""
+    wh.init(config)
+    engine = wh.parallelize(net(), batches(0)[0], optimizer=sgd)
+    found = []
+    for update in range(NUM_UPDATES):
+        first, second, not_counted = batches(update)
+        for batch in (first, second):
+            engine.forward_backward(batch)
+            engine.accumulate()
+            found += [engine.clip_grad_norm(norm) for norm in norms]
+        engine.forward_backward(not_counted)
+        engine.update()
+    return found, engine.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "config", "norms"),
+    [(1, {}, (0.3, 0.3, 0.1)), (2, {"clip_grad_norm": 0.35}, (0.3,))],
+)
+def test_clipping_again_uses_the_norm_of_what_was_clipped(
+    num_ranks: int, config: dict[str, Any], norms: tuple[float, ...]
+) -> None:
+    model = net()
+    optimizer = sgd(model.parameters())
+    expected = []
+    for update in range(NUM_UPDATES):
+        optimizer.zero_grad()
+        for batch in batches(update)[:2]:
+            model(**batch).backward()
+            for norm in norms:
+                found = torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+                expected.append(float(found))
+        if "clip_grad_norm" in config:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config["clip_grad_norm"])
+        optimizer.step()
+    assert max(expected) > norms[0] > 0.0
+    found, weights = run_ranks(clip_and_clip, num_ranks, config, norms)[0]
+    assert found == pytest.approx(expected, rel=1e-12)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-10, atol=1e-12)
+
+
 def test_parts_in_the_wrong_order_are_refused() -> None:
     wh.init()
     engine = wh.parallelize(
@@ -154,5 +201,8 @@ def test_parts_in_the_wrong_order_are_refused() -> None:
     engine.accumulate()
     with pytest.raises(ValueError, match="gradients of 1 batches"):
         engine.step(batches(0)[1])
+    engine.clip_grad_norm(MAX_NORM)
+    with pytest.raises(ValueError, match="not known by itself"):
+        engine.accumulate()
     engine.zero_gradients()
     engine.step(batches(0)[1])

@@ -5,6 +5,7 @@ the wrong one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -114,3 +115,40 @@ def test_a_column_that_was_a_row() -> None:
     torch.manual_seed(0)
     expected = nn.Linear(1, 1, dtype=DOUBLE)(torch.arange(4, dtype=DOUBLE)[:, None]).mean().item()
     assert run_ranks(train_column, 2)[0] == pytest.approx(expected, rel=1e-12)
+
+
+class TakesMore(nn.Module):
+    """An optional tensor, and a dict in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=DOUBLE)
+
+    def forward(self, weight: Tensor | None, x: Tensor, more: dict[str, Tensor]) -> Tensor:
+        out = self.layer(x) * more["scale"] + more["shift"]
+        return (out if weight is None else out * weight[:, None]).square().mean()
+
+
+def test_keys_in_another_order_are_the_same_batch() -> None:
+    """A tensor where the sample had None is another capture, whatever stands behind it."""
+    torch.manual_seed(0)
+    local = TakesMore()
+    more = {"scale": rows(5, 1), "shift": rows(WIDTH)}
+    batch = {"weight": None, "x": rows(5, WIDTH), "more": more}
+    turned = {
+        "more": dict(reversed(more.items())),
+        "x": rows(5, WIDTH) + 1,
+        "weight": None,
+    }
+    weighted = {"x": rows(5, WIDTH) - 1, "weight": rows(5), "more": more}
+    wh.init(wh.Config({"num_micro_batch": 2}))
+    engine = wh.parallelize(deepcopy(local), batch, optimizer=sgd)
+    optimizer = sgd(local.parameters())
+    for given in (batch, turned, weighted, turned):
+        optimizer.zero_grad()
+        loss = local(**given)
+        loss.backward()
+        optimizer.step()
+        assert engine.step(given).loss == pytest.approx(loss.item(), rel=1e-12)
+        assert engine.evaluate(given).loss == pytest.approx(local(**given).item(), rel=1e-12)
+    assert engine.num_captures == 2

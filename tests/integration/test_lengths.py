@@ -153,10 +153,15 @@ def test_one_capture_trains_every_length_like_local(plan: str) -> None:
     assert evaluated == pytest.approx(expected, rel=1e-12)
 
 
-def test_lengths_are_found_from_the_first_two_batches() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_lengths_are_found_from_the_first_two_batches(recompute: bool) -> None:
+    """The graph of all lengths is not the one that was planned: regions that are recomputed are cut
+    anew in it.
+    """
     reference = local_training(text(), mini_batches(), None, sgd)
     reference.buffers = None
-    trace, num_captures, _ = run_ranks(train, 1, {"num_micro_batch": 2}, {}, None)[0]
+    config = {"num_micro_batch": 2, "recompute": recompute}
+    trace, num_captures, _ = run_ranks(train, 1, config, {}, None)[0]
     compare(reference, trace)
     assert num_captures == 2, "the sample's length, and one graph for all others"
 

@@ -91,10 +91,12 @@ def read_batch(
     batch: Any, sample: BatchLayout | None = None
 ) -> tuple[BatchLayout, list[torch.Tensor]]:
     """Layout and tensors of a batch. With `sample`, the tensors that are batched there are batched
-    here.
+    here, and dicts have the order of those there.
     """
     # Hugging Face's BatchEncoding is a mapping, not a dict
     plain = dict(batch) if isinstance(batch, Mapping) else batch
+    if sample is not None:
+        plain = _in_order(plain, sample.structure)
     leaves, structure = pytree.tree_flatten_with_path(plain)
     paths = tuple(pytree.keystr(path) or "the batch" for path, _ in leaves)
     constants: list[tuple[int, Any]] = []
@@ -128,6 +130,22 @@ def read_batch(
     return layout, list(tensors.values())
 
 
+def _in_order(part: Any, structure: Any) -> Any:
+    """A part of a batch with the keys of its dicts in the order that they have in `structure`,
+    further ones behind them: another order is another structure to pytree, and none to a model.
+    """
+    children = structure.children()
+    if type(part) is dict and structure.type is dict:
+        known = dict(zip(structure.context, children, strict=True))
+        keys = [*(key for key in known if key in part), *(key for key in part if key not in known)]
+        return {
+            key: _in_order(part[key], known[key]) if key in known else part[key] for key in keys
+        }
+    if type(part) in (list, tuple) and structure.type is type(part) and len(part) == len(children):
+        return type(part)(map(_in_order, part, children))
+    return part
+
+
 def check_agrees(layout: BatchLayout, sample: BatchLayout) -> None:
     """Refuses a batch that the sample batch did not prepare for. Other sizes of further dims are
     fine (a new capture).
@@ -136,12 +154,18 @@ def check_agrees(layout: BatchLayout, sample: BatchLayout) -> None:
         missing = [path for path in sample.paths if path not in layout.paths]
         unknown = [path for path in layout.paths if path not in sample.paths]
         hint = nearest(unknown[0], missing) if unknown and missing else ""
+        differs = f"missing {missing or 'nothing'}, not in the sample {unknown or 'nothing'}"
+        if not missing and not unknown:
+            differs = "one has a list, tuple or dict where the other has another of them"
         raise ValueError(
-            f"the batch disagrees with the sample batch: missing {missing or 'nothing'}, not in "
-            f"the sample {unknown or 'nothing'}.{hint} "
+            f"the batch disagrees with the sample batch: {differs}.{hint} "
             "Try: pass a sample batch of this form to wh.parallelize"
         )
-    for got, expected in zip(layout.tensors, sample.tensors, strict=False):
+    in_sample = {tensor.path: tensor for tensor in sample.tensors}
+    for got in layout.tensors:
+        expected = in_sample.get(got.path)
+        if expected is None:
+            continue  # None or a number there: a new capture
         if got.dtype != expected.dtype or len(got.shape) != len(expected.shape):
             raise ValueError(
                 f"{got.path} of the batch is {_describe(got)}, but the sample batch had "

@@ -25,6 +25,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from whale.capture.graph import CapturedGraph
+from whale.capture.lengths import Specialised
 from whale.cluster.cluster import DeviceKind
 from whale.costs.measured import measured_seconds
 from whale.operations.flops import Value, flop
@@ -174,6 +175,15 @@ def node_costs(captured: CapturedGraph, batch_size: int) -> dict[Node, NodeCost]
 def value_bytes(node: Node, symbol: sympy.Symbol, batch_size: int) -> int:
     """Bytes of a node's value, all tensors of a tuple together; a number has none."""
     return _num_bytes(_concrete(node.meta.get("val"), symbol, batch_size))
+
+
+def sample_bytes(node: Node, captured: CapturedGraph) -> int:
+    """Bytes of a node's value in the batch that the graph was captured with, its lengths
+    included.
+    """
+    lengths = Specialised({length.symbol: length.size for length in captured.lengths})
+    value = lengths.value(node.meta.get("val"))
+    return _num_bytes(_concrete(value, captured.batch_symbol, captured.batch_size))
 
 
 def _cost(node: Node, values: dict[Node, Any]) -> NodeCost:

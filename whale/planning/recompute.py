@@ -31,7 +31,7 @@ from torch.fx import Node
 from whale.capture.graph import CapturedGraph
 from whale.capture.guards import RECOMPUTE_TAG
 from whale.costs.backward_workspace import live_between
-from whale.costs.costs import NodeCost, value_bytes
+from whale.costs.costs import NodeCost, sample_bytes
 from whale.costs.saved import Saved
 from whale.names import nearest
 from whale.operations.nodes import sums_over_devices
@@ -168,13 +168,13 @@ def cut_regions(
     sizes: Mapping[Node, NodeCost] | None = None,
 ) -> list[list[Node]]:
     """The operations in at most `count` runs of about the same bytes, each cut within half a run of
-    its place where least is alive.
+    its place where least is alive. A graph for all lengths is cut at those of its sample batch.
     """
 
     def size_of(node: Node) -> int:
         if sizes is not None:
             return sizes[node].output_bytes
-        return value_bytes(node, captured.batch_symbol, captured.batch_size)
+        return sample_bytes(node, captured)
 
     alive = live_between(operations, size_of)
     before = list(accumulate(map(size_of, operations), initial=0))

@@ -144,10 +144,13 @@ class StepInParts:
         """
         self._totals: Totals | None = None
         """loss and squared norm of the gradients, from when they are all in `.grad`"""
+        self._is_clipped = False
+        """the gradients were scaled down since then"""
 
     def forward_backward(self, batch: Any) -> PassResult:
         training = self._training
         self._sum.set_aside()
+        self._totals = None  # `.grad` is about to be that of this batch
         draw = training.step_count + (self._sum.num_batches << DRAW_SHIFT)
         self._latest = training.run(batch, draw, updates_by_stage=False)
         loss = torch.stack([self._latest.outcome.loss])
@@ -159,17 +162,24 @@ class StepInParts:
             raise ValueError(
                 "engine.accumulate: there is no gradient. Try: engine.forward_backward first"
             )
+        if self._totals is not None:
+            raise ValueError(
+                "engine.accumulate: the gradient of this batch is in the sum that "
+                "engine.clip_grad_norm or engine.update has used, and not known by itself any "
+                "more. Try: engine.accumulate before these, or another engine.forward_backward"
+            )
         # a scale that only the device knows (fp16) is waited for here
         self._sum.add(factor / float(self._latest.given.loss_scale))
         self._loss = self._loss + factor * self._latest.outcome.loss
         self._num_samples += self._latest.batch_size
         self._trained |= self._latest.lowered.trained
-        self._totals = None
 
     def clip(self, max_norm: float) -> float:
-        norm = float(self._finished().values()[1] ** 0.5)
-        if norm > max_norm:
-            scale_gradients(self._training.held, max_norm / (norm + CLIP_EPSILON))
+        norm = float(self._present().values()[1] ** 0.5)
+        factor = max_norm / (norm + CLIP_EPSILON)  # as torch does, below 1 also at this norm
+        if factor < 1.0:
+            scale_gradients(self._training.held, factor)
+            self._is_clipped = True
         return norm
 
     def update(self) -> StepResult:
@@ -179,12 +189,14 @@ class StepInParts:
         totals = self._finished()
         latest = self._latest
         assert latest is not None
+        # the config may clip once more, by the norm that there is now
+        present = totals if training.job.config.clip_grad_norm is None else self._present()
         training.finish_ahead()
         # owners of whole parameters and holders of parts ask which gradients there are
         training.updater.trained = self._trained
         update = training.updater.apply(
             training.held,
-            totals,
+            present,
             training.step_count,
             lambda: latest.lowered.num_empty(latest.given.tensors),
             is_scaled=False,
@@ -232,6 +244,15 @@ class StepInParts:
             )
         if self._totals is None:
             self._sum.finish()
-            assert isinstance(self._loss, Tensor) and self._latest is not None
-            self._totals = self._training.totals(self._loss, self._latest, is_scaled=False)
+            self._totals = self._exchanged()
+            self._is_clipped = False
         return self._totals
+
+    def _present(self) -> Totals:
+        """The same of the gradients as they are now, exchanged again where they were clipped."""
+        totals = self._finished()
+        return self._exchanged() if self._is_clipped else totals
+
+    def _exchanged(self) -> Totals:
+        assert isinstance(self._loss, Tensor) and self._latest is not None
+        return self._training.totals(self._loss, self._latest, is_scaled=False)
