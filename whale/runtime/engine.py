@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from whale.runtime.executor import Executor
 from whale.runtime.job import Job
 from whale.runtime.local_model import gathered, give_back, local_model, save_pretrained
 from whale.runtime.metrics import write_trace
+from whale.runtime.other_names import TRAINS, instead
 from whale.runtime.result import EvaluationResult, StepResult, Totals
 from whale.runtime.shapes import LoweredGraphs, widest
 from whale.runtime.spill import remove_leftovers
@@ -49,6 +50,18 @@ class Engine:
         self._training = Training(job, self._shapes, self._batches, optimizer, scheduler)
         self._evaluation = Evaluation(job, self._shapes, self._batches)
         self._checkpoints = Checkpoints(job, self._training.updater)
+
+    if not TYPE_CHECKING:  # a misspelt name is still one for mypy
+
+        def __getattr__(self, name: str) -> Any:
+            """Says what an engine has for a method of a model or of another framework's engine."""
+            if hasattr(type(self), name):  # a property failed: its own error again
+                return object.__getattribute__(self, name)
+            raise AttributeError(instead(name), name=name, obj=self)
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """An engine is no model."""
+        raise TypeError(f"a Whale engine is not called like a model. Try: {TRAINS}")
 
     @property
     def plan(self) -> Plan:
