@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import typer
 
-from benchmarks.results import BENCHMARKS
+from benchmarks.results import BENCHMARKS, Benchmark
 from whale.cli import app
 from whale.config import document
 
@@ -120,8 +121,13 @@ No figure here was measured on a GPU by us.
 MISSING_HEAD = """
 ## Not taken yet
 
-`python benchmarks/results.py NAME` adds one of these (a name with a space in quotes). Figures of them on other pages
-are of earlier runs; where no commit stands beside them, it was not written down.
+These benchmarks are in the repository, and no run of them has been kept for this page yet. Each is made to finish within
+about five minutes on two cores that do nothing else; its command runs it and adds its figures here. Figures of them on
+other pages are of earlier runs; where no commit stands beside them, it was not written down.
+
+"""
+LOST_HEAD = """
+The commit of {names} is not in the history of this repository, so what was measured cannot be looked at. Take {it} again:
 
 """
 UNITS = {"_s": "s", "_ms": "ms", "_us": "us"}
@@ -151,11 +157,43 @@ def results_page(path: Path) -> str:
     if missing:
         parts.append(MISSING_HEAD)
         rows = [
-            [f"`{each.name}`", each.how, f"{each.claim}, against: {each.against}"]
+            [f"`{each.name}`", each.how, f"{each.claim}, against: {each.against}", _take(each)]
             for each in missing
         ]
-        parts.append(table(["name", "how", "claim"], rows))
+        parts.append(table(["name", "how", "claim", "command"], rows))
+    lost = [each for each in BENCHMARKS if each.name in found and is_lost(found[each.name])]
+    if lost:
+        names = ", ".join(f"`{each.name}`" for each in lost)
+        parts.append(LOST_HEAD.format(names=names, it="it" if len(lost) == 1 else "them"))
+        parts.extend(f"- {_take(each)}\n" for each in lost)
     return "".join(parts)
+
+
+def _take(benchmark: Benchmark) -> str:
+    """What is typed to put its figures on the page."""
+    name = f'"{benchmark.name}"' if " " in benchmark.name else benchmark.name
+    measurements = " --measurements DIR" if benchmark.needs_measurements else ""
+    return f"`python benchmarks/results.py {name}{measurements}`"
+
+
+def is_lost(record: dict[str, Any]) -> bool:
+    """Whether the commit at which a row was taken is not in the history. Without git, or where only
+    a part of the history is here, nobody knows.
+    """
+    if _git("rev-parse", "--is-shallow-repository") != "false":
+        return False
+    return _git("merge-base", "--is-ancestor", record["commit"], "HEAD") is None
+
+
+def _git(*words: str) -> str | None:
+    """What git prints; None where it fails or is not there."""
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=RESULTS.parent, capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _overview(record: dict[str, Any]) -> list[str]:
@@ -196,11 +234,12 @@ def _result(record: dict[str, Any]) -> str:
         verdict = "yes" if figures["ok"] else "**no**"
         details = ", ".join(_figure(key, value) for key, value in figures["details"].items())
         rows.append([name, f"{figures['ratio']:.4g}", _target(figures), verdict, details])
+    lost = " (no longer in the history)" if is_lost(record) else ""
     facts = [
         ["compared with", record["against"]],
         ["how", record["how"]],
         ["command", f"`{record['command']}`"],
-        ["commit, date", f"`{record['commit']}`, {record['date']}"],
+        ["commit, date", f"`{record['commit']}`{lost}, {record['date']}"],
         ["machine", record["machine"]],
     ]
     return (

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from whale.capture.batch import BatchLayout, read_batch
-from whale.capture.capture import Trust, capture_model
+from whale.capture.capture import WAS_IN_EVAL_MODE, Trust, capture_model
 from whale.capture.clean import tied_names
 from whale.capture.errors import CaptureError
 from whale.capture.export import Task
@@ -264,6 +264,9 @@ def _captured(
                 prepared = _prepare(
                     built, layout, tensors, loss, config, ranks.device.type, check=checked
                 )
+                # one rank says so; in what `whale plan` prints it is a note
+                if ranks.rank == 0 and WAS_IN_EVAL_MODE in prepared.captured.notes:
+                    logger.warning(WAS_IN_EVAL_MODE)
             found = _Captured(loss, layout, lengths.longest, built, prepared, is_real)
     if platform.captures_everywhere:
         assert prepared is not None

@@ -196,6 +196,12 @@ def test_a_refusal_is_one_message(tmp_path: Path) -> None:
         ("import sys; sys.exit(0)", 2, "ended without calling wh.parallelize"),
         ("import sys; sys.exit(7)", 1, "ended with sys.exit(7) before it reached wh.parallelize"),
         ("raise ValueError('of my own')", 1, 'script.py", line 1, in <module>'),
+        ("1 / 0", 1, "failed before it reached wh.parallelize"),
+        (
+            "import torch, whale as wh; wh.parallelize(lambda: 1 / 0, torch.ones(2, 3))",
+            1,
+            "failed inside of wh.parallelize",
+        ),
         (
             "import whale as wh; wh.init({'num_micro_batches': 3})",
             1,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import whale as wh
+from tests.ranks import run_ranks
 
 
 def _model() -> nn.Module:
@@ -39,6 +40,27 @@ def test_it_trains_in_training_mode_and_says_so(
     losses = {engine.step(batch).loss for _ in range(4)}
     assert len(losses) == 4, "dropout draws in every step"
     assert engine.full_state_dict()["1.num_batches_tracked"] == 4
+
+
+def _warnings_of_rank() -> list[str]:
+    """Warnings of Whale on this rank."""
+    found: list[str] = []
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logging.getLogger("whale").addHandler(Notes())
+    batch = torch.randn(6, 4, dtype=torch.float64)
+    wh.init({})
+    wh.parallelize(_model(), batch, loss=_loss)
+    return [text for text in found if "was in eval mode" in text]
+
+
+def test_one_rank_says_so() -> None:
+    first, second = run_ranks(_warnings_of_rank, 2)
+    assert len(first) == 1
+    assert second == []
 
 
 def test_a_module_that_is_in_eval_mode_alone_stays_so() -> None:

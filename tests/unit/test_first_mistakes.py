@@ -4,6 +4,7 @@ torch.nn, a mask as an index.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 import whale as wh
 from tests.exactness import run_loss
 from whale.checkpoint import CheckpointError
+from whale.runtime.engine import Engine
+from whale.runtime.other_names import INSTEAD
 
 WIDTH = 6
 NUM_CLASSES = 4
@@ -379,6 +382,30 @@ def test_says_what_is_wrong_and_what_to_try(mistake: str) -> None:
     wh.init()
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda engine: engine.backward(None), r"no 'backward'\. Try: engine\.step\(batch\)"),
+        (lambda engine: engine.train(), r"no 'train'\. Try: .*engine\.evaluate\(batch\)"),
+        (lambda engine: engine.state_dict(), r"no 'state_dict'\. Try: engine\.full_state_dict"),
+        (lambda engine: engine.wheels, r"no 'wheels'$"),
+        (lambda engine: engine(None), r"not called like a model\. Try: engine\.step\(batch\)"),
+    ],
+)
+def test_an_engine_that_is_used_like_a_model(use: Callable[[Any], Any], said: str) -> None:
+    engine = Engine.__new__(Engine)
+    with pytest.raises((AttributeError, TypeError), match=said):
+        use(engine)
+    assert not hasattr(engine, "parameters")
+
+
+def test_what_an_engine_has_instead_is_there() -> None:
+    for name, advice in INSTEAD.items():
+        assert not hasattr(Engine, name)
+        for method in re.findall(r"engine\.(\w+)", advice):
+            assert hasattr(Engine, method), method
 
 
 def test_a_failed_capture_prints_no_graph(capfd: pytest.CaptureFixture[str]) -> None:

@@ -68,6 +68,22 @@ def test_a_new_line_takes_the_place_of_the_old_one(
     assert all(f"| `{each.name}` | {each.how} | " in empty for each in results.BENCHMARKS)
 
 
+def test_a_row_of_a_commit_that_is_gone_says_so(tmp_path: Path) -> None:
+    line = {"name": "planning", "ratio": 0.9, "target": 1.0, "ok": True}
+    here = results.record(benchmark("planning"), line)
+    gone = results.record(benchmark("search --by-hand"), line) | {"commit": "0000000"}
+    assert not site_pages.is_lost(here)
+    assert site_pages.is_lost(gone)
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in (here, gone)))
+    page = site_pages.results_page(path)
+    assert "| commit, date | `0000000` (no longer in the history), " in page
+    end = page.partition("## Not taken yet")[2]
+    assert "The commit of `search --by-hand` is not in the history" in end
+    assert '- `python benchmarks/results.py "search --by-hand"`\n' in end
+    assert "| `python benchmarks/results.py vs_planners --measurements DIR` |" in end
+
+
 def test_the_overview_shows_the_case_with_the_worst_margin() -> None:
     line = {"name": "planning", "ratio": 0.9, "target": 1.0, "ok": True}
     cases = {"near": {"ratio": 0.9, "target": 1.0}, "far": {"ratio": 0.2, "target": 1.0}}

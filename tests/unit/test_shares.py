@@ -200,7 +200,8 @@ def test_check_batch_is_right(
         check_batch(batch_size, num_micro_batch, num_replicas * num_devices)
     else:
         with pytest.raises(
-            ValueError, match=f"batch size {batch_size} in {num_micro_batch} micro-batches"
+            ValueError,
+            match=f"(batch size|mini-batch of) {batch_size} .*Try: a batch of at least",
         ):
             check_batch(batch_size, num_micro_batch, num_replicas * num_devices)
 
@@ -208,10 +209,15 @@ def test_check_batch_is_right(
 def test_check_batch_offers_what_works() -> None:
     with pytest.raises(
         ValueError,
-        match=r"over 3 devices; use a batch of at least 12, or num_micro_batch of at most 2$",
+        match=r"over 3 devices, .* Try: a batch of at least 12, or num_micro_batch of at most 2, or "
+        r'fewer devices, or pipeline stages, which do not cut it \(`"num_task_graph"`\)$',
     ):
         check_batch(8, 4, 3)
     check_batch(12, 4, 3)
     check_batch(8, 2, 3)
-    with pytest.raises(ValueError, match=r"over 3 devices; use a batch of at least 3$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^a mini-batch of 2 samples cannot be cut over 3 devices, each needs one\. Try: a "
+        r"batch of at least 3, or fewer devices, or ",
+    ):
         check_batch(2, 1, 3)

@@ -37,6 +37,11 @@ from whale.config import Config
 
 logger = logging.getLogger("whale")
 
+WAS_IN_EVAL_MODE = (
+    "the model was in eval mode (`from_pretrained` returns it so); engine.step trains it in "
+    "training mode, with dropout where it has some"
+)
+
 
 class Trust(Enum):
     """Who knows that the captured graph has the gradients of the model."""
@@ -115,12 +120,7 @@ def capture_training(
     with _as_trained(model):
         capture = _captured(model, layout, tensors, task, with_outputs, first)
     if not model.training:
-        note = (
-            "the model was in eval mode (`from_pretrained` returns it so); engine.step trains it in "
-            "training mode, with dropout where it has some"
-        )
-        logger.warning(note)
-        capture.captured.notes.append(note)
+        capture.captured.notes.append(WAS_IN_EVAL_MODE)
     return capture
 
 

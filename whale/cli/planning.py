@@ -262,9 +262,13 @@ def _plan_of_script(asked: _Asked, on_problem: Callable[[Problem], None]) -> Pla
             raise typer.Exit(FAILED) from None
         if isinstance(error, ValueError) and _comes_from_whale(error):
             asked.stop(str(error), FAILED)
+        where = (
+            "inside of wh.parallelize"
+            if _was_reached(error)
+            else "before it reached wh.parallelize"
+        )
         stop(
-            f"{script_traceback(error, script)}whale {asked.command}: {script} failed before it "
-            "reached wh.parallelize",
+            f"{script_traceback(error, script)}whale {asked.command}: {script} failed {where}",
             FAILED,
         )
     if exit_code not in (None, 0):
@@ -274,6 +278,14 @@ def _plan_of_script(asked: _Asked, on_problem: Callable[[Problem], None]) -> Pla
             FAILED,
         )
     asked.stop(f"{script} ended without calling wh.parallelize, so there is nothing to plan")
+
+
+def _was_reached(error: BaseException) -> bool:
+    """Whether `wh.parallelize` raised this, or code of the script's that it runs."""
+    from whale import api
+
+    code = api.parallelize.__code__
+    return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _comes_from_whale(error: BaseException) -> bool:

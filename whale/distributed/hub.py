@@ -11,6 +11,7 @@ a rank says that communication failed  follows from another rank's end; a cause 
 a rank says that it got SIGTERM        its launcher ends it, so something happened: decided at once
 silence beyond `timeout_s`             the rank hangs, is stopped or is cut off
 batches of different shapes            decided at once: the ranks would wait for each other for ever
+different calls of the engine          decided at once, for the same reason (`calls.py`)
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import contextlib
 import enum
 import hmac
 import json
+import math
 import os
 import secrets
 import selectors
@@ -27,15 +29,18 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from whale.distributed.calls import NO_CALL, Call, awaited, difference, have_met
 
 GRACE_S = 3.0  # from a rank's failure to the verdict: all may fail alike and end by themselves
 SETTLE_S = 0.5  # after a SIGTERM, in which the sign of what came before it may still arrive
 # a longer gap between two looks means that this process itself was paused: that is nobody's
 # silence
 PAUSE_S = 1.0
+AWAITED_S = 10.0  # from when ranks wait in a call to a message that says for which rank
 SHORTEST_BEAT_S = 0.1
 LONGEST_BEAT_S = 1.0
 BEATS_PER_S = 500  # that the hub hears from all ranks together: some 1 % of a core
@@ -93,9 +98,13 @@ class SeenRank:
     text: str = ""
     ended_at: float = 0.0
     has_left: bool = False
+    has_raised: bool = False
+    """at some time, as all others did"""
     process: Process | None = None
     batch: tuple[int, str] | None = None
     """how many batches this rank was given so far, and the shapes of the last one"""
+    call: Call = NO_CALL
+    """the latest method of the engine that this rank called, of those that all must call"""
     connection: socket.socket | None = None
     unread: bytes = b""
 
@@ -110,10 +119,13 @@ class SeenRank:
 class Verdict:
     """Why the job must end."""
 
-    cause: int
+    cause: int | None
+    """None: no rank is more to blame than others"""
     text: str
     standing: Process | None = None
     """the process of a silent rank, which must be ended by the others of its host"""
+    is_refused_call: bool = False
+    """the cause waits in a call, and raises the text there: it knows the line of its script"""
 
 
 def beat_s(num_ranks: int) -> float:
@@ -138,6 +150,9 @@ def judge(ranks: Mapping[int, SeenRank], timeout_s: float, now: float) -> Verdic
         if not is_sure or not concerns_any or not _are_positions_fresh(ranks, causes[0], now):
             return None
         return _verdict(causes[0], ranks, now)
+    calls = _other_call(ranks)
+    if calls is not None:
+        return Verdict(*calls, is_refused_call=calls[0] is not None)
     other = _other_batch(ranks)
     if other is not None:
         return _verdict(other[0], ranks, now)
@@ -173,6 +188,18 @@ def all_raised(ranks: Iterable[SeenRank]) -> bool:
     """
     left = [seen for seen in ranks if not seen.has_left]
     return bool(left) and all(seen.end is End.RAISED for seen in left)
+
+
+def _other_call(ranks: Mapping[int, SeenRank]) -> tuple[int | None, str] | None:
+    """What ranks called instead of what all must call, and the rank to say so."""
+    calls = {rank: seen.call for rank, seen in ranks.items()}
+    somebody_waits = any(call.waits for call in calls.values())
+    left = set()
+    for rank, seen in ranks.items():
+        # all raised the same error, perhaps one call apart: on one rank reading the loss raised it
+        if seen.has_left and (somebody_waits or not seen.has_raised):
+            left.add(rank)
+    return difference(calls, left)
 
 
 def _other_batch(ranks: Mapping[int, SeenRank]) -> tuple[int, str] | None:
@@ -214,8 +241,10 @@ def _verdict(cause: int, ranks: Mapping[int, SeenRank], now: float) -> Verdict:
     elif seen.end is End.TERMINATED:
         what = f"rank {cause} was ended by SIGTERM at {seen.position}"
     else:
+        calls = _other_call(ranks)
         what = f"rank {cause} failed at {seen.position}: {seen.text}"
         what += f". And {other[1]}" if other is not None else ""
+        what += f". And {calls[1]}" if calls is not None else ""
     waiting: dict[int, str] = {}
     for rank, each in ranks.items():
         if rank != cause and not each.has_left:
@@ -254,18 +283,22 @@ class Hub:
         self._selector.register(self._server, selectors.EVENT_READ, None)
         self._is_closed = False
         self._has_decided = False
+        self._waiting_since: float | None = None
+        """when a rank began to wait in a call that others have not come to"""
         self._thread = threading.Thread(target=self._run, name="whale-hub", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Rank 0 is done: what is known now is decided now, then everyone hears goodbye."""
+    def close(self, num_calls: int = 0) -> None:
+        """Rank 0 is done: what is known now is decided now, then everyone hears goodbye, and how
+        many calls of the engine rank 0 has made.
+        """
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
             if any(seen.end is End.RAISED for seen in self._ranks.values()):
                 self._decide(time.monotonic() + GRACE_S)
-            self._send_to_all({"bye": True})
+            self._send_to_all({"bye": True, "calls": num_calls})
         self._thread.join(LONGEST_BEAT_S)
         self.close_sockets()
 
@@ -346,6 +379,10 @@ class Hub:
         if "batch" in message:
             number, shapes = message["batch"]
             seen.batch = int(number), str(shapes)
+        if "call" in message:
+            number, name, waits = message["call"]
+            if int(number) > seen.call.number:  # a beat repeats what was said at once
+                seen.call = Call(int(number), str(name), bool(waits))
         if "failed" in message:
             seen.ended(
                 End.FOLLOWED if message["follows"] else End.RAISED, str(message["failed"]), now
@@ -361,15 +398,39 @@ class Hub:
         if all_raised(self._ranks.values()):
             for seen in self._ranks.values():
                 seen.end = None
+                seen.has_raised = True
             self._send_to_all({"alike": True})
             return
         verdict = judge(self._ranks, self.timeout_s, now)
         if verdict is not None:
             self._has_decided = True
-            print_message(verdict.text)
+            if not verdict.is_refused_call:
+                print_message(verdict.text)
             self._send_to_all({"verdict": asdict(verdict)}, last=verdict.cause)
+            return
+        self._bring_together(now)
 
-    def _send_to_all(self, message: dict[str, Any], last: int = 0) -> None:
+    def _bring_together(self, now: float) -> None:
+        """Lets ranks continue that wait in a call to which all have come; says for whom they wait
+        when that takes long.
+        """
+        calls = {rank: seen.call for rank, seen in self._ranks.items()}
+        if have_met(calls):
+            for seen in self._ranks.values():
+                seen.call = replace(seen.call, waits=False)
+            self._waiting_since = None
+            self._send_to_all({"met": calls[0].number})
+            return
+        found = awaited(calls)
+        if found is None:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
+        elif now - self._waiting_since > AWAITED_S:
+            self._waiting_since = math.inf  # said once
+            self._send_to_all({"awaited": found})
+
+    def _send_to_all(self, message: dict[str, Any], last: int | None = 0) -> None:
         """Sends a message to all ranks. Rank 1 also gets the position of every rank, for the
         message that it prints if rank 0 dies. `last`: the rank that is sent to last, since this
         process may end when it has the message.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from whale.compat import abort_process_groups
 from whale.devices import GLOO, HOST, Backend, LocalDevice, backend_of, find_device
+from whale.distributed.calls import Meets
 from whale.distributed.host_group import register_host_groups
 from whale.distributed.watch import Watch, start_watch
 from whale.error_reports import FailedElsewhereError
@@ -67,6 +68,13 @@ class Ranks:
                 self.from_first,
                 self.timeout.total_seconds(),
             )
+
+    def note_call(self, name: str, meets: Meets = Meets.ALWAYS) -> None:
+        """This rank calls a method of the engine that all ranks must call; where another does not,
+        the job ends with a message that says so. `meets`: whether this waits for the others.
+        """
+        if self.watch is not None:
+            self.watch.note_call(name, meets)
 
     def backend_among(self, ranks: Iterable[int]) -> Backend:
         """What carries tensors between these ranks: the backend that all their devices have, or

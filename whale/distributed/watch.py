@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from whale.distributed.calls import NO_CALL, Call, CallsDifferError, Meets, difference, script_line
 from whale.distributed.causes import LONGEST_TEXT, first_line, follows_from_another
 from whale.distributed.hub import (
     DEATH,
@@ -74,6 +75,10 @@ class Watch:
     """how many batches this rank was given so far, and the last one's shapes (str() of it is sent):
     the hub compares them
     """
+    call: Call = NO_CALL
+    """the latest method of the engine that was called here, of those that all ranks must call: sent
+    to the hub, which compares them
+    """
     hub: Hub | None = None
     """on rank 0"""
     hub_process: Process | None = None
@@ -86,6 +91,11 @@ class Watch:
     _hurry: threading.Event = field(default_factory=threading.Event)
     _may_raise: threading.Event = field(default_factory=threading.Event)
     _ends: threading.Event = field(default_factory=threading.Event)
+    _met: threading.Event = field(default_factory=threading.Event)
+    _refusal: str | None = None
+    """why the call in which this rank waits is not made"""
+    _calls_of_first: int | None = None
+    """how many calls rank 0 had made when it ended"""
     _sigterm: Sigterm = field(default_factory=Sigterm)
     _pid: int = field(default_factory=os.getpid)
 
@@ -111,6 +121,51 @@ class Watch:
         costs nothing.
         """
         self.batch = self.batch[0] + 1, shapes
+
+    def note_call(self, name: str, meets: Meets) -> None:
+        """This rank calls a method that all ranks must call in the same order. Where they meet it
+        returns when all have come to it, otherwise the call is sent with the next beat.
+        """
+        if self._has_left or os.getpid() != self._pid:
+            return
+        self._met.clear()
+        waits = meets is Meets.ALWAYS or (meets is Meets.AFTER_ANOTHER and name != self.call.name)
+        self.call = Call(self.call.number + 1, name, waits)
+        self._refuse_after_rank_0()
+        if waits:
+            self._meet()
+
+    def _meet(self) -> None:
+        has_device = hasattr(self.position, "pending")
+        before = self.position.position if has_device else self.position
+        self.stand_at(f"{self.call.name}, waiting for the other ranks")
+        self._say(self._position_and_call())
+        longest_s = None if math.isinf(self.stall_timeout_s) else self.stall_timeout_s
+        has_met = self._met.wait(longest_s)
+        self.stand_at(before)
+        if self._refusal is not None:
+            raise CallsDifferError(self._refusal)
+        if not has_met:
+            raise CallsDifferError(
+                f"{self.call.name} must be called by all ranks: rank {self.rank} has waited "
+                f"{self.stall_timeout_s:.0f} s there for others (`stall_timeout_s`)"
+            )
+
+    def _refuse_after_rank_0(self, error: Exception | None = None) -> None:
+        """Raises in a call that rank 0 has not made: it ended its script. `error`: how that was
+        noticed.
+        """
+        text = self._beyond_rank_0()
+        if text is not None:
+            raise CallsDifferError(text) from error
+
+    def _beyond_rank_0(self) -> str | None:
+        """What is wrong where this rank has made more calls than rank 0, which has ended."""
+        num_calls = self._calls_of_first
+        if num_calls is None or self.call.number <= num_calls:
+            return None
+        found = difference({0: Call(num_calls), self.rank: self.call}, {0})
+        return found[1] if found is not None else None
 
     def is_for(self, rank: int, num_ranks: int) -> bool:
         """Whether this watch still runs, in this process, for the same job."""
@@ -167,14 +222,19 @@ class Watch:
             self._hurry.set()
         self._may_raise.wait(GRACE_S + LINGER_S + 2 * LONGEST_BEAT_S)
 
+    def explain(self, error: Exception) -> None:
+        """Raises what is behind a failed message: the call was not made by rank 0, which ended."""
+        if follows_from_another(error):
+            self._refuse_after_rank_0(error)
+
     def leave(self) -> None:
         """This rank is done; its silence means nothing from now on."""
         if self._has_left or os.getpid() != self._pid:  # a forked child has inherited this
             return
         self._has_left = True
-        self._say({"bye": True})
+        self._say({"bye": True} | self._position_and_call())
         if self.hub is not None:
-            self.hub.close()
+            self.hub.close(self.call.number)
         atexit.unregister(self.leave)
         if self._thread is not threading.current_thread():
             # it wakes up within a beat; Python may not be torn down beneath a running thread
@@ -216,6 +276,7 @@ class Watch:
         last = time.monotonic()
         next_beat = 0.0
         num_sent = 0
+        num_calls = 0
         stall = _Stall()
         with selectors.DefaultSelector() as selector:
             for source in filter(None, (self._connection, self._sigterm.bytes)):
@@ -250,6 +311,9 @@ class Watch:
                         else {}
                     )
                     num_sent = number
+                    if self.call.number != num_calls:
+                        num_calls = self.call.number
+                        news |= self._position_and_call()
                     self._say({"position": self.where} | news)
                     self._look_for_stall(stall, now)
         return None
@@ -273,10 +337,19 @@ class Watch:
     def _obey(self, message: dict[str, Any]) -> bool:
         """False when there is nothing more to hear."""
         self._others = message.get("positions", self._others)
+        if message.get("met") == self.call.number:
+            self._met.set()
+        if "awaited" in message and message["awaited"][0] == self.rank:
+            print_message(f"{message['awaited'][1]}. Rank {self.rank} is at {self._place()}")
         if "verdict" in message:
             self._ends.set()
             verdict = message["verdict"]
-            has_raised = verdict["cause"] == self.rank and self._reported is not None
+            is_cause = verdict["cause"] == self.rank
+            has_raised = is_cause and self._reported is not None
+            if is_cause and verdict["is_refused_call"]:
+                self._refusal = verdict["text"]
+                self._met.set()
+                has_raised = True
             self._end(
                 verdict["text"],
                 has_raised,
@@ -286,9 +359,24 @@ class Watch:
         if "alike" in message:
             self._may_raise.set()
         if "bye" in message:
+            self._hear_goodbye(int(message["calls"]))
             self._may_raise.set()
             return False
         return True
+
+    def _hear_goodbye(self, num_calls: int) -> None:
+        """Rank 0 has ended, after so many calls."""
+        self._calls_of_first = num_calls
+        if self.call.waits and not self._met.is_set():
+            self._refusal = self._beyond_rank_0()
+            self._met.set()
+
+    def _position_and_call(self) -> dict[str, Any]:
+        call = self.call
+        return {"position": self.where, "call": (call.number, call.name, call.waits)}
+
+    def _place(self) -> str:
+        return script_line() or self.where
 
     def _lost_hub(self, what: str, grace_s: float, standing: Process | None) -> None:
         """A dead hub may be a job that ended everywhere: it counts when this rank is in trouble
@@ -318,6 +406,8 @@ class Watch:
         if standing is not None:
             standing.kill()
         if not self._has_left:
+            if self._refusal is not None:  # the script caught what this rank raised
+                print_message(verdict)
             _exit(EXIT_CODE if self._sigterm.at is None else 128 + signal.SIGTERM)
 
     def _wait(self, seconds: float, event: threading.Event | None) -> None:
@@ -419,6 +509,7 @@ def reporting(watch: Watch | None, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         watch.report_failure(error)
+        watch.explain(error)
         raise
     watch.stand_at(STEP_END)
 

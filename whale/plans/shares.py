@@ -231,15 +231,19 @@ def check_batch(batch_size: int, num_micro_batch: int, num_devices_cutting: int)
     smallest = batch_size // num_micro_batch
     if smallest >= num_devices_cutting:
         return
+    devices = f"{num_devices_cutting} device{'s' * (num_devices_cutting > 1)}"
+    if num_micro_batch == 1:
+        what = f"a mini-batch of {batch_size} samples cannot be cut over {devices}, each needs one"
+    else:
+        what = (
+            f"batch size {batch_size} in {num_micro_batch} micro-batches leaves {smallest} samples "
+            f"in the smallest one, but each is cut over {devices}, which need one each"
+        )
+    remedies = [f"a batch of at least {num_micro_batch * num_devices_cutting}"]
     largest_num_micro_batch = batch_size // num_devices_cutting
-    smaller = (
-        f", or num_micro_batch of at most {largest_num_micro_batch}"
-        if largest_num_micro_batch
-        else ""
-    )
-    raise ValueError(
-        f"batch size {batch_size} in {num_micro_batch} micro-batches leaves {smallest} samples in "
-        "the smallest one, "
-        f"but each is cut over {num_devices_cutting} device{'s' * (num_devices_cutting > 1)}; "
-        f"use a batch of at least {num_micro_batch * num_devices_cutting}{smaller}"
-    )
+    if largest_num_micro_batch:
+        remedies.append(f"num_micro_batch of at most {largest_num_micro_batch}")
+    remedies.append("fewer devices")
+    if num_devices_cutting > 1:
+        remedies.append('pipeline stages, which do not cut it (`"num_task_graph"`)')
+    raise ValueError(f"{what}. Try: {', or '.join(remedies)}")

@@ -6,13 +6,14 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from whale.checkpoint import Handle, nothing_to_save
+from whale.distributed.calls import Meets
 from whale.distributed.ranks import Ranks
 from whale.distributed.watch import reporting
 from whale.plans.plan import Plan
@@ -25,6 +26,7 @@ from whale.runtime.executor import Executor
 from whale.runtime.job import Job
 from whale.runtime.local_model import gathered, give_back, local_model, save_pretrained
 from whale.runtime.metrics import write_trace
+from whale.runtime.other_names import TRAINS, instead
 from whale.runtime.result import EvaluationResult, StepResult, Totals
 from whale.runtime.shapes import LoweredGraphs, widest
 from whale.runtime.spill import remove_leftovers
@@ -48,6 +50,18 @@ class Engine:
         self._training = Training(job, self._shapes, self._batches, optimizer, scheduler)
         self._evaluation = Evaluation(job, self._shapes, self._batches)
         self._checkpoints = Checkpoints(job, self._training.updater)
+
+    if not TYPE_CHECKING:  # a misspelt name is still one for mypy
+
+        def __getattr__(self, name: str) -> Any:
+            """Says what an engine has for a method of a model or of another framework's engine."""
+            if hasattr(type(self), name):  # a property failed: its own error again
+                return object.__getattribute__(self, name)
+            raise AttributeError(instead(name), name=name, obj=self)
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """An engine is no model."""
+        raise TypeError(f"a Whale engine is not called like a model. Try: {TRAINS}")
 
     @property
     def plan(self) -> Plan:
@@ -110,7 +124,7 @@ class Engine:
         With `outputs` the result also holds what the model returned, on every rank: a state that
         the next batch continues from, say. These are copied to all ranks in every step.
         """
-        with self._in_step(), self._training.at_failed_step():
+        with self._in_step("engine.step"), self._training.at_failed_step():
             return self._training.step(batch, outputs)
 
     # ---- a step in parts
@@ -119,7 +133,7 @@ class Engine:
         """Forward, backward and all-reduce of gradients of one batch, without an update. The
         gradient counts when `accumulate` is called, until then it is only the latest one.
         """
-        with self._in_step():
+        with self._in_step("engine.forward_backward"):
             return self._training.parts.forward_backward(batch)
 
     def accumulate(self, factor: float = 1.0) -> None:
@@ -132,13 +146,14 @@ class Engine:
         """Scales the gradients that the next `update` uses down to this norm where it is larger;
         gives their norm over the whole model before. All ranks must call it.
         """
+        self._job.ranks.note_call("engine.clip_grad_norm", Meets.NEVER)
         return self._training.parts.clip(max_norm)
 
     def update(self) -> StepResult:
         """Updates the weights by the gradients that were accumulated, which are gone then. All
         ranks must call it.
         """
-        with self._in_step(), self._training.at_failed_step():
+        with self._in_step("engine.update"), self._training.at_failed_step():
             return self._training.parts.update()
 
     def zero_gradients(self) -> None:
@@ -224,8 +239,9 @@ class Engine:
         mode, nothing is changed.
 
         A sum or mean over samples is that of the whole batch; what is no sum over its parts (a
-        maximum) is None, with a warning.
+        maximum) is None, with a warning. All ranks must call it.
         """
+        self._job.ranks.note_call("engine.evaluate", Meets.AFTER_ANOTHER)
         with reporting(self._job.ranks.watch, f"the evaluation before step {self.step_count}"):
             if self._leaves_out("engine.evaluate gives no outputs and nan for the loss"):
                 return EvaluationResult(Totals(torch.tensor([math.nan]), None), None)
@@ -239,6 +255,10 @@ class Engine:
         """Every tensor of the local model's `state_dict()`, on the CPU of rank 0; empty on the
         other ranks. All ranks must call it.
         """
+        self._job.ranks.note_call("engine.full_state_dict")
+        return self._full_state_dict()
+
+    def _full_state_dict(self) -> dict[str, Tensor]:
         if self._leaves_out("engine.full_state_dict is empty"):
             return {}
         self._training.settle()
@@ -255,6 +275,7 @@ class Engine:
         when the checkpoint is in place and raises when it could not be written; training continues
         in both cases.
         """
+        self._job.ranks.note_call("engine.save")
         if self._leaves_out("engine.save writes nothing"):
             return nothing_to_save(self._checkpoint_folder(folder))
         self._training.settle()
@@ -268,6 +289,7 @@ class Engine:
         Gives its step, or None when there is none to load. `data`: the loader to set to the saved
         position. All ranks must call it.
         """
+        self._job.ranks.note_call("engine.load")
         if self._leaves_out("engine.load finds nothing"):
             return None
         step = self._checkpoints.load(self._checkpoint_folder(folder), data)
@@ -281,8 +303,9 @@ class Engine:
 
         All ranks must call it.
         """
+        self._job.ranks.note_call("engine.export")
         if not self._leaves_out("engine.export writes nothing"):
-            self._checkpoints.export(Path(path), self.full_state_dict())
+            self._checkpoints.export(Path(path), self._full_state_dict())
 
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None, **options: Any) -> None:
         """Writes the model for `from_pretrained`: config, safetensors in shards with their index,
@@ -291,6 +314,7 @@ class Engine:
         `options` go to the model's own `save_pretrained` (`max_shard_size`, say). All ranks must
         call it.
         """
+        self._job.ranks.note_call("engine.save_pretrained")
         if not self._leaves_out("engine.save_pretrained writes nothing"):
             self._training.finish_ahead()
             save_pretrained(self._job, Path(folder), tokenizer, options)
@@ -299,6 +323,7 @@ class Engine:
         """A real local copy of the model with the weights of now, on the CPU of rank 0 (None
         elsewhere) or with `everywhere` of every rank: for `generate`, say. All ranks must call it.
         """
+        self._job.ranks.note_call("engine.module")
         if self._leaves_out("engine.module gives None"):
             return None
         self._training.finish_ahead()
@@ -308,6 +333,7 @@ class Engine:
         """Inside `with engine.gathered() as model:` the model that was parallelized has copies of
         all weights on every rank and may be used as before. All ranks must enter it.
         """
+        self._job.ranks.note_call("engine.gathered")
         self._training.finish_ahead()
         return gathered(self._job)
 
@@ -315,6 +341,7 @@ class Engine:
         """Gives the model that was parallelized all its weights back, on every rank, and closes the
         engine. All ranks must call it.
         """
+        self._job.ranks.note_call("engine.give_back")
         self._training.finish_ahead()
         give_back(self._job)
         self.close()
@@ -342,6 +369,7 @@ class Engine:
         """All gradients of the last step, whole, on the CPU of rank 0; empty on the other ranks.
         All ranks must call it.
         """
+        self._job.ranks.note_call("engine.full_gradients")
         return gather_gradients(
             self._job.model,
             self.gradients(),
@@ -376,6 +404,7 @@ class Engine:
         """Writes the last step of all ranks as a Chrome trace (open it in ui.perfetto.dev). All
         ranks must call it.
         """
+        self._job.ranks.note_call("engine.trace")
         write_trace(path, self._training.read_last_outcome(), self._job.ranks)
 
     def track(self, tracker: TrackerFactory) -> None:
@@ -407,6 +436,9 @@ class Engine:
             self._job.warn_once(f"{missing}: {consequence}")
         return missing is not None
 
-    def _in_step(self) -> contextlib.AbstractContextManager[None]:
-        """Errors of what runs inside are reported with the number of the step."""
+    def _in_step(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Errors of what runs inside are reported with the number of the step. `name`: of the
+        method that all ranks call.
+        """
+        self._job.ranks.note_call(name, Meets.NEVER)
         return reporting(self._job.ranks.watch, f"step {self.step_count}")
