@@ -156,3 +156,25 @@ def test_parts_in_the_wrong_order_are_refused() -> None:
         engine.step(batches(0)[1])
     engine.zero_gradients()
     engine.step(batches(0)[1])
+
+
+def test_clipping_twice() -> None:
+    """The second one took the norm before the first: gradients were scaled down again."""
+    wh.init()
+    model = net()
+    engine = wh.parallelize(
+        model, batches(0)[0], optimizer=lambda pairs: torch.optim.SGD(pairs, lr=0.1)
+    )
+    reference = net()
+    limits = (MAX_NORM, MAX_NORM, MAX_NORM / 4, MAX_NORM / 2)
+    for batch in batches(1)[:2]:  # clipped gradients are added to as they are
+        reference(**batch).backward()
+        own = reference.parameters
+        expected = [float(torch.nn.utils.clip_grad_norm_(own(), limit)) for limit in limits]
+        engine.forward_backward(batch)
+        engine.accumulate()
+        assert [engine.clip_grad_norm(limit) for limit in limits] == pytest.approx(expected)
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    engine.update()
+    for name, tensor in reference.state_dict().items():
+        torch.testing.assert_close(engine.full_state_dict()[name], tensor, rtol=1e-10, atol=1e-12)

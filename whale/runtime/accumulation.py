@@ -144,6 +144,8 @@ class StepInParts:
         """
         self._totals: Totals | None = None
         """loss and squared norm of the gradients, from when they are all in `.grad`"""
+        self._clipped = 1.0
+        """what these gradients were multiplied by since"""
 
     def forward_backward(self, batch: Any) -> PassResult:
         training = self._training
@@ -167,9 +169,11 @@ class StepInParts:
         self._totals = None
 
     def clip(self, max_norm: float) -> float:
-        norm = float(self._finished().values()[1] ** 0.5)
-        if norm > max_norm:
-            scale_gradients(self._training.held, max_norm / (norm + CLIP_EPSILON))
+        norm = float(self._finished().values()[1] ** 0.5) * self._clipped
+        factor = max_norm / (norm + CLIP_EPSILON)
+        if factor < 1.0:
+            scale_gradients(self._training.held, factor)
+            self._clipped *= factor
         return norm
 
     def update(self) -> StepResult:
@@ -233,5 +237,6 @@ class StepInParts:
         if self._totals is None:
             self._sum.finish()
             assert isinstance(self._loss, Tensor) and self._latest is not None
+            self._clipped = 1.0
             self._totals = self._training.totals(self._loss, self._latest, is_scaled=False)
         return self._totals
