@@ -256,8 +256,8 @@ BENCHMARKS = (
     Benchmark(
         "trainers",
         MEASURED,
-        "A step of an Accelerate loop on 2 ranks, times faster",
-        "`accelerator.prepare` of the same loop (DistributedDataParallel)",
+        "A step of Accelerate, transformers and Lightning on 1 and 2 ranks, times faster",
+        "the same trainer as it comes: one process, or DistributedDataParallel",
     ),
     Benchmark(
         "lengths",

@@ -12,13 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 lightning = pytest.importorskip("lightning")
+torchmetrics = pytest.importorskip("torchmetrics")
 
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.callbacks import (  # noqa: E402
     Callback,
+    LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 
 from tests.ranks import RankError, run_ranks  # noqa: E402
 
@@ -50,6 +53,12 @@ class Classifier(LightningModule):  # type: ignore[misc]
         output = self(x)
         self.log("val_loss", self.criterion(output, labels))
         self.log("val_accuracy", (output.argmax(-1) == labels).float().mean())
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.criterion(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
 
     def configure_optimizers(self) -> Any:
         groups = [
@@ -280,6 +289,142 @@ def test_averages_of_weights_that_are_elsewhere_are_refused() -> None:
     """They ended in a traceback about meta tensors, in the second epoch."""
     with pytest.raises(RankError, match="StochasticWeightAveraging reads the weights"):
         run_ranks(fit_averaged, 2)
+
+
+# ---- what scripts log of training
+
+
+class Logging(Classifier):
+    """Logs its loss in all the ways that are usual, and collects it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.means: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, labels = batch
+        loss = self.criterion(self(x), labels)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("size", loss, on_step=True, on_epoch=True, batch_size=x.size(0))
+        self.log("detached", loss.detach(), on_epoch=True, batch_size=x.shape[0])
+        self.log("same weight", loss, on_epoch=True, batch_size=3)
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.means.append(float(torch.stack(self.losses).mean()))
+        self.losses.clear()
+
+
+class AtEnds(Record):
+    """Also what epochs give."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.values += [float(each) for _, each in sorted(trainer.callback_metrics.items())]
+
+
+def fit_logging(folder: str, config: dict[str, Any] | None) -> tuple[list[float], list[str]]:
+    """In the form of scripts that say nothing about folders: those of loggers and checkpoints are
+    found by looking at what is there.
+    """
+    warnings.simplefilter("ignore")
+    strategy: Any = "auto"
+    if config is not None:
+        from whale.integrations.lightning import WhaleStrategy
+
+        strategy = WhaleStrategy(whale=config)
+    record = AtEnds()
+    best = ModelCheckpoint(monitor="val_loss", save_top_k=1, save_last=True)
+    trainer = Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        callbacks=[record, best, LearningRateMonitor("step")],
+        accumulate_grad_batches=3,
+        logger=CSVLogger(folder),
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Logging()
+    trainer.fit(module, loader(20, 0), loader(11, 1))
+    (at_best,) = trainer.test(module, loader(11, 2), ckpt_path="best", verbose=False)
+    (at_end,) = trainer.test(module, loader(11, 2), verbose=False)
+    outputs = trainer.predict(module, loader(7, 3))
+    loaded = Logging.load_from_checkpoint(best.best_model_path)
+    figures = [*record.values, *module.means, *at_best.values(), *at_end.values()]
+    figures += torch.cat(outputs).flatten().tolist()
+    figures += [float(best.best_model_score), float(loaded.top[1].weight.detach().sum())]
+    paths = [best.best_model_path, best.last_model_path, str(trainer.log_dir)]
+    header = (Path(folder) / "lightning_logs/version_0/metrics.csv").read_text().split()[0]
+    return figures, [*(str(Path(path).relative_to(folder)) for path in paths), header]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "config"), [(1, {"num_micro_batch": 2}), (2, STAGES)])
+def test_logs_and_folders_of_a_usual_script(
+    tmp_path: Path, num_ranks: int, config: dict[str, Any]
+) -> None:
+    """A mean over an epoch weighed all batches alike where `batch_size=` was given; a detached loss
+    was left out; rates were those of an `EngineOptimizer`. On two ranks each had a folder of its
+    own, and the first checkpoint hung.
+    """
+    expected, names = fit_logging(str(tmp_path / "stock"), None)
+    for found, found_names in run_ranks(fit_logging, num_ranks, str(tmp_path / "whale"), config):
+        assert found_names == names
+        assert found == pytest.approx(expected, rel=2e-4, abs=1e-5)
+
+
+class Counting(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torchmetrics.Accuracy("multiclass", num_classes=3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.update(self(batch[0]), batch[1])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.compute()
+
+
+class Keeping(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.outputs.append(self(batch[0]).detach())
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Counting, r"the metric self\.seen is updated in training_step"),
+        (Keeping, r"appends to self\.outputs what is not the loss"),
+    ],
+)
+def test_what_a_step_leaves_behind_is_refused(module: type[Classifier], message: str) -> None:
+    """A metric gave the result of no batch: 0."""
+    from whale.integrations.lightning import WhaleStrategy
+
+    warnings.simplefilter("ignore")
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        strategy=WhaleStrategy(),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module(), loader(12, 0))
 
 
 def test_several_optimizers_are_refused(tmp_path: Path) -> None:

@@ -228,6 +228,49 @@ def test_a_loss_that_changes_the_batch_is_refused(tmp_path: Path) -> None:
         trainers.language_model(_Noisy, str(tmp_path), {})
 
 
+class _WithoutMask(WhaleTrainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return model(input_ids=inputs["input_ids"], labels=inputs["labels"]).loss
+
+
+class _Twice(WhaleTrainer):
+    """As in R-Drop: two outputs of one batch that differ by dropout."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        first, second = model(**inputs), model(**inputs)
+        return first.loss + (first.logits - second.logits).square().mean()
+
+
+class _Plain(WhaleTrainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return model(**inputs).loss
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        (_WithoutMask, "without 'attention_mask'"),
+        (_Twice, "calls the model 2 times"),
+        (_Plain, "with labels and without num_items_in_batch"),
+    ],
+)
+def test_a_loss_of_another_call_is_refused(
+    tmp_path: Path, trainer: type[WhaleTrainer], message: str
+) -> None:
+    """The mask counted all the same, both outputs were the same one, and the loss of accumulated
+    batches was half of the stock trainer's.
+    """
+    with pytest.raises(ValueError, match=message):
+        trainers.language_model(trainer, str(tmp_path), {})
+
+
 @pytest.mark.parametrize("name", ["auto_find_batch_size", "bf16_full_eval", "fp16_full_eval"])
 def test_what_the_plan_decides_is_refused(tmp_path: Path, name: str) -> None:
     changes: dict[str, Any] = {name: True}

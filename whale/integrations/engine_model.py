@@ -152,7 +152,7 @@ class EngineModel(torch.nn.Module):
         if not isinstance(outputs, dict):
             rest = {} if outputs is None else {"output": outputs}
             return Output(loss=plain, **rest) if plain is not None else outputs
-        size = _batch_size(fitting)
+        size = batch_size_of(fitting)
         cut = pytree.tree_map(lambda leaf: _first_rows(leaf, size, times), outputs)
         named = {"loss": plain, **{key: value for key, value in cut.items() if key != "loss"}}
         return Output({key: value for key, value in named.items() if value is not None})
@@ -161,7 +161,7 @@ class EngineModel(torch.nn.Module):
         """The batch, repeated where it has fewer samples than the devices that it is cut over, and
         how many times.
         """
-        size = _batch_size(batch)
+        size = batch_size_of(batch)
         times = -(-self.engine.smallest_batch // size)
         return (batch, 1) if times <= 1 else (_repeated(batch, size, times), times)
 
@@ -171,7 +171,7 @@ class EngineModel(torch.nn.Module):
         """
         if self._kind is None:
             once = self.engine.evaluate(repeated).loss
-            twice = self.engine.evaluate(_repeated(repeated, _batch_size(repeated), 2)).loss
+            twice = self.engine.evaluate(_repeated(repeated, batch_size_of(repeated), 2)).loss
             for kind, factor in (("mean", 1.0), ("sum", 2.0)):
                 if once and twice and abs(twice - factor * once) <= SAME * abs(twice):
                     self._kind = kind
@@ -238,7 +238,8 @@ def from_first(outputs: Any, ranks: Ranks) -> Any:
     return pytree.tree_unflatten(received, structure)
 
 
-def _batch_size(batch: Any) -> int:
+def batch_size_of(batch: Any) -> int:
+    """Number of samples: the size that most tensors begin with."""
     sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(batch) if _has_rows(leaf)]
     return max(set(sizes), key=sizes.count)
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from whale import api
@@ -28,8 +29,9 @@ from whale.config import Config
 from whale.devices import find_device
 from whale.integrations.engine_model import Spread, spread
 from whale.integrations.optimizers import EngineOptimizer, follow
-from whale.integrations.training_step import LoggedNames, TrainingStep
+from whale.integrations.training_step import Noted, TrainingStep
 from whale.runtime.engine import Engine
+from whale.session import ranks_of_job, session
 
 CHECKPOINT = ".whale"
 """added to the name of a checkpoint: folder with that of the engine"""
@@ -53,12 +55,14 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         config = api.configure(**given)
         super().__init__(find_device(config.device).type, **named)
         self.global_rank = api.rank()
+        # loggers of other ranks write nothing; Lightning has asked for RANK when it was imported
+        rank_zero_only.rank = self.global_rank
         self._spread: Spread | None = None
         self._step: TrainingStep | None = None
         self._loaded: Path | None = None
         self._whole = contextlib.ExitStack()
         self._failed = False
-        self._logged = LoggedNames()
+        self._noted = Noted()
 
     @property
     def engine(self) -> Engine:
@@ -72,7 +76,9 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return api.rank() == 0
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self.engine.ranks.from_first(obj) if self._spread is not None else obj
+        # folders of loggers and checkpoints are agreed on before there is an engine
+        is_planned = session.num_devices is not None  # by `whale plan`: there are no ranks
+        return obj if is_planned else ranks_of_job().from_first(obj)
 
     def barrier(self, *_: Any, **__: Any) -> None:
         if dist.is_initialized():
@@ -111,15 +117,14 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def training_step(self, batch: Any, *index: Any) -> Any:
         if self._step is None:
             is_single = isinstance(batch, Tensor)
-            self._step = TrainingStep(self.lightning_module, is_single, self._logged)
+            self._step = TrainingStep(self.lightning_module, is_single, self._noted)
         self._step.note_place(index)
         if self._spread is None:
             self._start(self._step, batch)
         assert self._spread is not None
         output = self._spread.model.run(batch)
         loss = output if isinstance(output, Tensor) else output["loss"]
-        for name, options in self._logged.options.items():
-            self.lightning_module.log(name, loss.detach(), **options)
+        self._noted.repeat(self.lightning_module, loss.detach(), batch)
         return output
 
     def _start(self, step: TrainingStep, batch: Any) -> None:
@@ -134,7 +139,7 @@ class WhaleStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         (optimizer,) = self.optimizers
         self._spread = spread(step, batch, optimizer.own)
         # a rank may have been given the graph of rank 0, and have run nothing
-        self._logged.options = self.engine.ranks.from_first(self._logged.options)
+        self._noted.take(self.engine.ranks.from_first(vars(self._noted)))
         self._refuse_readers()
         optimizer.engine = self._spread.engine
         optimizer.own = self._spread.optimizer.own

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch.utils.data import IterableDataset
@@ -38,6 +39,13 @@ def follow_one_process(accelerator: Accelerator) -> None:
     accelerator.scaler = None  # the engine scales the loss for fp16 itself
     # streamed data is read by process 0 alone and sent to the others: here every rank reads
     accelerator.dataloader_config.dispatch_batches = False
+    # ranks still wait for each other, as where one of them makes a folder
+    accelerator.wait_for_everyone = _wait_for_everyone
+
+
+def _wait_for_everyone() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 @contextmanager

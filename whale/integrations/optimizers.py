@@ -75,6 +75,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     """Accelerate wraps it no further"""
 
     def __init__(self, engine: Engine | None, own: torch.optim.Optimizer) -> None:
+        # monitors of learning rates name them by the class
+        self.__class__ = type(type(own).__name__, (EngineOptimizer,), {})
         # not Optimizer.__init__: groups and state are those of this rank's optimizer
         self.engine = engine
         """None until there is one"""

@@ -12,6 +12,7 @@ job, on any number of ranks: losses are those of the stock script in one process
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,10 @@ class WhaleTrainer(transformers.Trainer):
         if self.label_names and not any(name in batch for name in self.label_names):
             raise KeyError(self.label_names[0])  # a prediction: outputs only
         inputs = {key: value for key, value in batch.items() if key != NUM_ITEMS}
-        model: Any = _Computed(self.model, output, batch)
+        accumulates = self.args.gradient_accumulation_steps > 1 and self.model_accepts_loss_kwargs
+        labels = tuple(self.label_names)
+        needs_items = accumulates and NUM_ITEMS in batch
+        model: Any = _Computed(self.model, output, batch, labels, needs_items)
         return self._own_compute_loss(model, inputs, num_items_in_batch=batch.get(NUM_ITEMS))
 
     def _loss_of_engine(
@@ -225,12 +229,29 @@ class WhaleTrainer(transformers.Trainer):
 class _Computed:
     """The model in the eyes of `compute_loss`, when its output has been computed already."""
 
-    def __init__(self, model: torch.nn.Module, output: Any, batch: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        output: Any,
+        batch: Mapping[str, Any],
+        label_names: tuple[str, ...],
+        needs_items: bool,
+    ) -> None:
         self._model = model
         self._output = output
         self._batch = batch
+        self._label_names = (*label_names, "labels")
+        self._needs_items = needs_items
+        """whether the model's loss is another one without the number of labels of all batches"""
+        self._was_called = False
 
     def __call__(self, **inputs: Any) -> Any:
+        if self._was_called:
+            raise ValueError(
+                "compute_loss calls the model 2 times, but the ranks run it once for each batch: "
+                "dropout would be the same in both. Try: use the output of the first call"
+            )
+        self._was_called = True
         for name, value in inputs.items():
             if value is not self._batch.get(name):
                 raise ValueError(
@@ -238,7 +259,28 @@ class _Computed:
                     "the ranks run the model on the batch as it comes. "
                     "Try: change it in the collator or in the model's forward"
                 )
+        self._refuse_missing(inputs)
         return self._output
+
+    def _refuse_missing(self, inputs: Mapping[str, Any]) -> None:
+        """Refuses a call without what changes the model's output."""
+        for name in signature(self._model.forward).parameters:
+            # without labels a model gives the same outputs, and no loss
+            is_missing = name in self._batch and name not in inputs
+            if is_missing and name not in (*self._label_names, NUM_ITEMS):
+                raise ValueError(
+                    f"compute_loss calls the model without '{name}', which the collator gives: "
+                    "the ranks run the model on the batch as it comes. "
+                    "Try: leave it out in the collator"
+                )
+        has_labels = any(name in inputs for name in self._label_names)
+        if self._needs_items and has_labels and NUM_ITEMS not in inputs:
+            raise ValueError(
+                f"compute_loss calls the model with labels and without {NUM_ITEMS}: with "
+                "gradient_accumulation_steps the ranks divide the loss by the labels of all "
+                f"batches. Try: model(**inputs, {NUM_ITEMS}={NUM_ITEMS}), or leave the labels out "
+                "of the call"
+            )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
