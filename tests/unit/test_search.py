@@ -515,9 +515,15 @@ def test_float32_products_are_explained_where_a_device_without_tf32_is_left_out(
 def test_sixteen_bits_without_tensor_cores_are_said() -> None:
     """V100 multiplies bf16 at the rate of float32, and fp16 eight times as fast."""
     cluster = Cluster.uniform(2, kind="V100-16GB")
-    (said,) = [note for note in plan_of(cluster=cluster, precision="bf16").notes if "V100" in note]
-    assert "no tensor cores for bf16" in said and 'Try: "precision": "fp16"' in said
-    assert not any("tensor" in note for note in plan_of(cluster=cluster, precision="fp16").notes)
+
+    def notes(precision: str) -> list[str]:
+        """Whatever the plan is."""
+        plan = plan_of(cluster=cluster, strategy="data", precision=precision)
+        return [note for note in plan.notes if "tensor cores" in note]
+
+    (said,) = notes("bf16")
+    assert "V100-16GB has no tensor cores for bf16" in said and 'Try: "precision": "fp16"' in said
+    assert not notes("fp16")
 
 
 def test_an_interrupted_comparison_says_nothing() -> None:
