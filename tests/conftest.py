@@ -98,6 +98,7 @@ TAKEN_IN_TURNS = {
     "unit/test_split_layer_times.py::test_the_search_splits_where_the_rows_say_so": 4,
     "unit/test_first_fit.py::test_the_fastest_point_that_fits_is_found_wherever_it_is": 4,
     "unit/test_search_memory.py::test_the_cheaper_of_recomputation_and_offload": 2,
+    "unit/test_chosen_counts.py::test_no_number_by_hand_gives_a_shorter_step": 2,
     "integration/test_advise.py::test_advise_says_what_a_job_of_the_script_takes": 3,
     "unit/test_capture_cache.py::test_a_file_that_is_not_taken_is_made_anew": 3,
     "integration/test_bad_plans_and_ranks.py::test_ranks_that_disagree_all_say_so": 3,
