@@ -202,6 +202,8 @@ def _best_of(
     if plain is not None:
         if is_kept(plain[0], best):
             why = f"{done.summary}; the best other plan takes {human_seconds(best.step_s)}"
+            if best.step_s < step_seconds(plain[0]).step_s:
+                why += f"; {RUNTIME_ADDS}"
             return _with_decision(problem, plain, why, others=_drafted_besides(done, None))
     others = _drafted_besides(done, best)
     compared = others[:2]
