@@ -69,7 +69,8 @@ class Config(BaseModel):
 
     num_micro_batch: CountOrAuto = 1
     """Into how many micro-batches the mini-batch is cut. More make a pipeline idle less; each holds
-    fewer samples. `auto`: chosen; so is it where `strategy` is `auto` and no number is given.
+    fewer samples. `auto`: chosen; so is it where no number is given and `strategy` is `auto`, or
+    `num_task_graph` is set (but for equal CPUs).
     """
 
     num_task_graph: CountOrAuto | None = None

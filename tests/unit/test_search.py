@@ -17,6 +17,7 @@ from whale.planning.problem import Problem
 from whale.plans.plan import Plan
 from whale.report import plan_page
 from whale.search import choose, refusals, tries
+from whale.search.candidate import Candidate, DeviceGroup, MemoryChoice, ReplicaChoice
 from whale.search.drafting import Drafted, Drafting, actions_seconds, prove
 from whale.search.hint import hint
 from whale.search.point import Point, Shape
@@ -105,6 +106,34 @@ def test_the_search_beats_data_parallelism_and_every_even_pipeline() -> None:
         for schedule in ("1f1b", "auto")
     ]
     assert found <= min(wh.simulate(plan).step_s for plan in others) * (1 + 1e-9)
+
+
+def test_a_plan_says_why_a_shorter_step_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best other plan has a shorter simulated step, and loses by what the runtime adds."""
+
+    def draft(self: Drafting, *args: object, **options: object) -> Drafted:
+        made = whole(self, *args, **options)  # type: ignore[arg-type]
+        return replace(made, step_s=0.99 * plain_s)
+
+    whole = Drafting.draft
+    plain = plan_of(Net(1), Cluster.uniform(2, kind="T4"), strategy="data")
+    plain_s = wh.simulate(plain).step_s
+    monkeypatch.setattr(Drafting, "draft", draft)
+    monkeypatch.setattr(choose, "is_kept", lambda *_: True)
+    plan = plan_of(Net(1), Cluster.uniform(2, kind="T4"))
+    why = next(each.why for each in plan.decisions if each.what == "strategy")
+    assert strategy_of(plan) == "data parallel"
+    assert "the best other plan takes" in why and choose.RUNTIME_ADDS in why
+
+
+def test_one_device_has_no_states_to_share() -> None:
+    """What is carried over to one card of several that share optimizer states."""
+    problem = problem_of(lambda: plan_of(cluster=Cluster.uniform(1, kind="T4")))
+    made = new_search(problem, OpenSettings.of(problem))
+    alone = Candidate((ReplicaChoice((DeviceGroup((0,)),)),), MemoryChoice(zero=1))
+    drafted = made.draft(alone)
+    assert drafted is not None and drafted.plan.zero == 0
+    assert "ZeRO" not in drafted.candidate.describe()
 
 
 def test_the_plan_and_its_page_list_what_was_tried_besides() -> None:
@@ -534,9 +563,15 @@ def test_float32_products_are_explained_where_a_device_without_tf32_is_left_out(
 def test_sixteen_bits_without_tensor_cores_are_said() -> None:
     """V100 multiplies bf16 at the rate of float32, and fp16 eight times as fast."""
     cluster = Cluster.uniform(2, kind="V100-16GB")
-    (said,) = [note for note in plan_of(cluster=cluster, precision="bf16").notes if "V100" in note]
-    assert "no tensor cores for bf16" in said and 'Try: "precision": "fp16"' in said
-    assert not any("tensor" in note for note in plan_of(cluster=cluster, precision="fp16").notes)
+
+    def notes(precision: str) -> list[str]:
+        """Whatever the plan is."""
+        plan = plan_of(cluster=cluster, strategy="data", precision=precision)
+        return [note for note in plan.notes if "tensor cores" in note]
+
+    (said,) = notes("bf16")
+    assert "V100-16GB has no tensor cores for bf16" in said and 'Try: "precision": "fp16"' in said
+    assert not notes("fp16")
 
 
 def test_an_interrupted_comparison_says_nothing() -> None:

@@ -205,6 +205,20 @@ def test_gradients_are_added_in_every_backward_but_the_first() -> None:
         assert backwards == pytest.approx([2.0, 2.25, 2.25])
 
 
+@pytest.mark.parametrize(("fixed_s", "limit"), [(3.0, "launches"), (1.0, "compute")])
+def test_work_that_any_number_of_samples_takes_is_no_compute(fixed_s: float, limit: str) -> None:
+    """Each action of two micro-batches takes a second for its sample, and the rest for none."""
+    plan = plan_of("gpipe", 1, 2, [(1.0, 1.0, 1.0)])
+    assert plan.figures is not None
+    each = Seconds(1.0, fixed_s / 3)
+    stages = (replace(plan.figures.stages[0], times={"toy": StageTimes(each, each, each)}),)
+    found = wh.simulate(replace(plan, figures=replace(plan.figures, stages=stages)))
+    assert found.devices[0].fixed_s == pytest.approx(2 * fixed_s)
+    assert found.step_s == pytest.approx(2 * (3.0 + fixed_s))
+    assert found.limit.startswith(limit)
+    assert f"{fixed_s / (3 + fixed_s) if limit == 'launches' else 1:.0%} of the step" in found.limit
+
+
 def test_sums_come_after_the_last_backward_and_the_update_after_all_sums() -> None:
     """Data parallel on two hosts: a ring of 2 devices sends 400 bytes over each link; then 0.25 s
     for the optimizer.

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from whale.cluster.cluster import Cluster, Device
-from whale.planning.planner import make_plan
 from whale.planning.problem import Problem
 from whale.planning.suggestions import with_more
 from whale.plans.plan import Plan
@@ -22,6 +21,7 @@ from whale.search.budget import Budget
 from whale.search.candidate import Candidate, DeviceGroup, ReplicaChoice
 from whale.search.choose import DATA_PARALLEL, RUNTIME_ADDS, data_parallel, is_kept, why_fixed
 from whale.search.drafting import Drafted
+from whale.search.micro_batches import plan_by_hand
 from whale.search.other_clusters import (
     FASTER_LINK,
     carried_over,
@@ -36,7 +36,7 @@ from whale.search.point import Point
 from whale.search.precision import precision_notes
 from whale.search.refusals import fixed_names, is_annotated, none_fits, opened_up
 from whale.search.search import Search, new_search, search
-from whale.search.settings import OpenSettings, settled
+from whale.search.settings import OpenSettings
 from whale.search.shapes import MOST_CLASSES
 from whale.search.tries import SearchProgress
 from whale.simulation.simulate import simulate, step_seconds
@@ -219,7 +219,7 @@ def _own_plan(problem: Problem) -> tuple[RankedPlan | None, str]:
     if why is None or not (is_annotated(problem) or is_set):
         return None, ""
     try:
-        plan, _ = make_plan(replace(problem, config=settled(config), is_advised=False))
+        plan, _ = plan_by_hand(replace(problem, is_advised=False))
     except ValueError as error:
         return None, str(error)
     return RankedPlan(OWN, why, plan, simulate(plan)), ""

@@ -156,6 +156,16 @@ class Candidate:
         group = DeviceGroup(tuple(rank for replica in self.replicas for rank in replica.ranks))
         return replace(self, replicas=(replace(self.replicas[0], groups=(group,)),))
 
+    def without_lone_zero(self) -> Candidate:
+        """The same plan without a level of ZeRO that has nothing to share: every stage is on one
+        device, and there is one model replica.
+        """
+        memory = self.memory
+        is_shared = len(self.replicas) > 1 or max(self.replicas[0].widths) > 1
+        if is_shared or not memory.zero or memory.offload.is_any:
+            return self
+        return replace(self, memory=replace(memory, zero=0))
+
     def signature(self, labels: Sequence[str]) -> object:
         """Equal for candidates that differ only in which of several devices with the same label
         stands where, in the order of their replicas, or in whether devices that each run the whole

@@ -16,6 +16,7 @@ from whale.plans.plan import Alternative, Decision, Plan
 from whale.plans.shares import DoesNotFit
 from whale.search.drafting import Drafted, actions_seconds
 from whale.search.marked import LONGER, new_marked_search
+from whale.search.micro_batches import MICRO_BATCHES, plan_by_hand, why_unknown
 from whale.search.point import Point, Shape
 from whale.search.refusals import as_written, is_annotated, nothing_fits, with_offer
 from whale.search.search import Search, new_search
@@ -51,9 +52,8 @@ def choose_plan(problem: Problem, progress: Report = silent) -> tuple[Plan, Assi
     is_searched = why_fixed(problem) is None
     _refuse_unused_waves(problem.config, is_searched)
     if not is_searched:
-        fixed = replace(problem, config=settled(problem.config))
         try:
-            return make_plan(fixed)
+            return plan_by_hand(problem)
         except DoesNotFit as error:
             raise with_offer(problem, error) from None
     if is_annotated(problem):
@@ -104,12 +104,7 @@ def why_fixed(problem: Problem) -> str | None:
         return f'"num_task_graph": {stages}' if number % stages == 0 or number == 1 else None
     if number == 1:
         return "there is one device"
-    if problem.cluster.is_uniform and problem.cluster.devices[0].kind.is_cpu:
-        return "equal CPUs: what their links and threads do to each other is not known"
-    guessed = [device.kind.name for device in problem.cluster.devices if device.kind.is_guess]
-    if guessed:
-        return f"{guessed[0]} is in no table of devices (whale profile measures it)"
-    return None
+    return why_unknown(problem.cluster)
 
 
 def _refuse_unused_waves(config: Config, is_searched: bool) -> None:
@@ -207,6 +202,8 @@ def _best_of(
     if plain is not None:
         if is_kept(plain[0], best):
             why = f"{done.summary}; the best other plan takes {human_seconds(best.step_s)}"
+            if best.step_s < step_seconds(plain[0]).step_s:
+                why += f"; {RUNTIME_ADDS}"
             return _with_decision(problem, plain, why, others=_drafted_besides(done, None))
     others = _drafted_besides(done, best)
     compared = others[:2]
@@ -275,8 +272,7 @@ def _with_decision(
         decisions.append(Decision("devices left out", f"rank {ranges(over)}", text))
     why_one = OpenSettings.of(problem).why_one_micro_batch
     if why_one is not None:
-        text = f'{why_one}. "num_micro_batch" as a number or "auto" changes that'
-        decisions.append(Decision("micro-batches", "1", text))
+        decisions.append(Decision(MICRO_BATCHES, "1", why_one))
     explained = replace(
         plan,
         decisions=(*decisions, *plan.decisions),

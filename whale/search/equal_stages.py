@@ -5,7 +5,7 @@ as many model replicas as there are devices for, several on a device cut by the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from whale.planning.balance import device_orders
@@ -28,7 +28,7 @@ def draft_equal(search: Search) -> None:
         return
     families: dict[tuple[int, int], list[Estimate]] = {}
     below_s = math.inf if search.best is None else SLOWER * search.best.score_s
-    for point in _points(search):
+    for point in equal_points(search, range(2, MOST_STAGES + 1)):
         if search.estimator.guess(point) > below_s:
             continue
         estimate = search.estimator.estimate(point)
@@ -55,12 +55,14 @@ def draft_equal(search: Search) -> None:
         search.draft(candidate)
 
 
-def _points(search: Search) -> Iterator[Point]:
-    """Equal stages in the orders of devices that the planner compares."""
+def equal_points(search: Search, numbers: Iterable[int]) -> Iterator[Point]:
+    """So many equal stages, in the orders of devices that the planner compares; without numbers
+    that do not divide that of the devices.
+    """
     cluster = search.problem.cluster
     settings = search.settings
     number = cluster.num_devices
-    for num_stages in range(2, min(number, MOST_STAGES) + 1):
+    for num_stages in numbers:
         if number % num_stages or number // num_stages > search.most_wide:
             continue
         for order in device_orders(cluster, num_stages, search.problem.dtype):

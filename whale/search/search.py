@@ -328,6 +328,8 @@ class Search(Tries):
     def draft(self, candidate: Candidate, tries: int | None = 60) -> Drafted | None:
         """Makes and notes the plan of a candidate; None: there is none, or it was tried before."""
         candidate = candidate.in_fewest_replicas()
+        if self.settings.zero is None:
+            candidate = candidate.without_lone_zero()
         key = (candidate.signature(self.labels), tries)
         if key in self._signatures:
             return None

@@ -160,21 +160,27 @@ def settled(config: Config) -> Config:
 
 
 def why_one(problem: Problem, is_asked: bool) -> str | None:
-    """Why results depend on the number of micro-batches by definition, if they do. `is_asked`: the
-    user said "auto", which lets batch statistics be those of micro-batches.
+    """Why results depend on the number of micro-batches by definition, if they do, and what lets
+    there be more. `is_asked`: the user said "auto", which lets batch statistics be those of
+    micro-batches.
     """
     captured = problem.captured
     if problem.not_additive is not None or any(
         "all_reduce" in node.meta for node in captured.compute_nodes()
     ):
-        return "the loss is no sum over samples"
+        return (
+            'the loss is no sum over samples; with "loss_per_micro_batch": true and a number, that '
+            "of each micro-batch is taken alone"
+        )
+    changes = '"num_micro_batch" as a number or "auto" changes that'
     if problem.config.loss_per_micro_batch and not is_asked:
-        return '"loss_per_micro_batch": the loss depends on their number'
+        return f'"loss_per_micro_batch": the loss depends on their number. {changes}'
     for node in captured.compute_nodes():
         if trains_batch_norm(node) and not is_asked:
-            return f"batch norms ({user_line(node)}) take their statistics over each of them"
+            where = user_line(node)
+            return f"batch norms ({where}) take their statistics over each of them. {changes}"
     changed = [] if is_asked else buffers_of_micro_batches(captured)
     if changed:
         line = user_line(captured.buffer_updates[changed[0]])
-        return f"buffer {changed[0]} ({line}) changes with each of them"
+        return f"buffer {changed[0]} ({line}) changes with each of them. {changes}"
     return None

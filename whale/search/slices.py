@@ -174,13 +174,11 @@ def _draft_one_slice(search: Search, slices: Slices, inner: Search) -> None:
     all slices.
     """
     found = inner.best
-    best = search.best
     if found is None:
         return
-    everything = Shape(((slices.ranks[0],),))
-    if best is not None and search.estimator.bound(Point(everything, 1)) > best.score_s:
-        return
     alone = slices.repeated(found.candidate, 1)
+    if _is_too_slow(search, alone):
+        return
     if search.draft(alone) is not None or search.settings.num_micro_batch is not None:
         return
     # micro-batches as large as they were
@@ -188,7 +186,20 @@ def _draft_one_slice(search: Search, slices: Slices, inner: Search) -> None:
     replicas = []
     for each in alone.replicas:
         replicas.append(replace(each, num_micro_batch=number * each.num_micro_batch))
-    search.draft(replace(alone, replicas=tuple(replicas)))
+    small = replace(alone, replicas=tuple(replicas))
+    if not _is_too_slow(search, small):
+        search.draft(small)
+
+
+def _is_too_slow(search: Search, alone: Candidate) -> bool:
+    """Whether its devices would take longer than the best plan if all were busy all the time: those
+    that it leaves out do not count, and few samples at a time cost more each.
+    """
+    if search.best is None:
+        return False
+    fewest = min(replica.num_micro_batch for replica in alone.replicas)
+    point = Point(Shape(((alone.ranks,),)), fewest)
+    return search.estimator.bound(point) > search.best.score_s
 
 
 def _best_first(inner: Search) -> Iterator[Drafted]:

@@ -136,6 +136,8 @@ class _Rank:
         """of transfers from and to the memories of its host, one after the other"""
         self.exposed_s = 0.0
         """by which its forwards and backwards are longer for them"""
+        self.fixed_s = 0.0
+        """of its forwards and backwards, whatever the number of samples"""
         self.begun: set[int] = set()
         """stages whose first forward has begun, where it waits for updates"""
 
@@ -259,6 +261,8 @@ class _Simulation:
             state.moved_s += self.factor * transfers.moved_s(samples)
             state.exposed_s += self.factor * (took_s - alone_s)
         if self.is_recorded:
+            if samples:
+                state.fixed_s += self.factor * state.times.fixed_seconds(action, state.rank)
             state.account.start(action, samples)
             state.note_memory(now)
         heapq.heappush(self.queue, (now + self.factor * took_s, state.rank))
@@ -376,6 +380,7 @@ class _Simulation:
                     away=state.account.away,
                     moved_s=state.moved_s,
                     exposed_s=state.exposed_s,
+                    fixed_s=state.fixed_s,
                     ahead_s=self._ahead_s(state),
                 )
             )

@@ -23,6 +23,8 @@ ELSEWHERE: tuple[Memory, ...] = ("host", "disk")
 """memories beside those of the devices"""
 MOSTLY = 0.7
 """a device that computes for so much of the step is what limits it"""
+MAINLY_FIXED = 0.5
+"""where so much of its work does not depend on the samples, that is what limits it"""
 
 
 class Event(NamedTuple):
@@ -74,6 +76,10 @@ class DeviceTimeline:
     exposed_s: float = 0.0
     """seconds by which its forwards and backwards are longer for these transfers: the rest is
     hidden under compute
+    """
+    fixed_s: float = 0.0
+    """seconds of its forwards and backwards that any number of samples takes: launches of
+    operations, reads of weights
     """
     ahead_s: float = 0.0
     """seconds of its updates on the host that run under the next forward, as far as that does not
@@ -201,6 +207,12 @@ class Timeline:
         share = (device.compute_s - device.exposed_s) / self.step_s
         worst = max(parts, key=parts.__getitem__)
         if share >= MOSTLY or parts[worst] <= 0:
+            if device.fixed_s >= MAINLY_FIXED * device.compute_s:
+                return (
+                    "launches of operations and reads of weights: the busiest device, "
+                    f"{name}, spends {device.fixed_s / self.step_s:.0%} of the step on them, "
+                    "however few samples a micro-batch has"
+                )
             return f"compute: the busiest device, {name}, computes {share:.0%} of the step"
         waits = "spends" if "update" in worst or "transfers" in worst else "waits"
         how = f"{waits} {parts[worst] / self.step_s:.0%} of the step for {worst}"

@@ -101,6 +101,13 @@ class Times:
                 seconds = max(seconds, message_s) + message_s / num_blocks
         return seconds
 
+    def fixed_seconds(self, action: Action, rank: int) -> float:
+        """The part of `alone_seconds` that any number of samples takes, without messages."""
+        if not self.plan.is_uniform:
+            return self.of_rank(rank).fixed_seconds(action, rank)
+        kind = self.plan.device_kinds[rank]
+        return self._of_kind[action.stage][kind][action.kind].fixed_s
+
     def transfers(self, action: Action, rank: int) -> Transfers | None:
         """What an action moves from and to the memories of the host of this rank."""
         if not self.plan.is_uniform:
