@@ -55,6 +55,18 @@ def test_different_tensors_come_out_of_one_message_to_the_bit() -> None:
     }  # read in place
 
 
+def test_operations_that_copy_a_whole_storage_take_what_was_received() -> None:
+    """A storage of 51 bytes is no number of float64 to torch (fuzz, seed 700031)."""
+    tensors = [torch.randn(2, 3, dtype=torch.float64), torch.rand(3) > 0.5]
+    sent = message(tensors)
+    landed = sent.empty("cpu")
+    landed.copy_(sent.pack(tensors))
+    got = sent.unpack(landed)[0]
+    zeros = torch.zeros(2, dtype=torch.float64)
+    expected = torch.select_scatter(tensors[0], zeros, 1, -1)
+    assert torch.equal(torch.select_scatter(got, zeros, 1, -1), expected)
+
+
 def test_a_tensor_that_goes_alone_is_not_copied() -> None:
     tensor = torch.randn(4, 3, requires_grad=True)
     packed = message([tensor]).pack([tensor])

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from whale.dtypes import as_bytes, in_memory
 
+WIDEST_BYTES = torch.complex128.itemsize
 NUM_EPOCHS = 256
 """then epochs repeat; ranks are never more than a step apart"""
 NUM_SHAPES = 61
@@ -80,7 +81,9 @@ class Message:
     def empty(self, device: str) -> Tensor:
         """What it is received in."""
         if self.is_packed:
-            return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+            # operations that copy a whole storage (select_scatter) count it in items of the view
+            whole = -(-self.num_bytes // WIDEST_BYTES) * WIDEST_BYTES
+            return torch.empty(whole, dtype=torch.uint8, device=device)[: self.num_bytes]
         return torch.empty(self.pieces[0].shape, dtype=self.pieces[0].dtype, device=device)
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
