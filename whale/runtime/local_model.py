@@ -25,7 +25,7 @@ from whale.dtypes import as_moved, in_memory
 from whale.lowering.weights import named_tensors
 from whale.runtime.job import Job
 from whale.runtime.state import gather_tensors
-from whale.runtime.untouched import USE_ENGINE
+from whale.runtime.untouched import USE_ENGINE, warn_of_training
 
 REFUSALS = "_whale_refusals"
 """attribute of a model whose use is refused: handles of the hooks that do it"""
@@ -37,11 +37,13 @@ class SpreadModelError(RuntimeError):
 
 
 def refuse_use(model: torch.nn.Module) -> None:
-    """Makes a model whose weights are not all here say so when it is called, moved or saved.
+    """Makes a model whose weights are not all here say so when it is called, moved or saved, and
+    any other one when it is trained without the engine.
 
     A capture may still run it: that happens under `torch.export`, on fake weights.
     """
     if not any(tensor.is_meta for _, _, _, tensor in named_tensors(model)):
+        model.__dict__[REFUSALS] = [warn_of_training(model)]
         return
 
     def refuse(*_: Any, **__: Any) -> NoReturn:

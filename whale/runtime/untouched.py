@@ -1,12 +1,20 @@
-"""Parameters of the user's model that a script changes behind the engine's back."""
+"""What a script does to its model and optimizer behind the engine's back."""
 
 from __future__ import annotations
 
+import logging
+import sys
 import weakref
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from whale.compat import num_writes
+from whale.error_reports import PACKAGE
+
+logger = logging.getLogger("whale")
 
 USE_ENGINE = (
     "after wh.parallelize this model is only a description: its weights are spread over the ranks. "
@@ -40,3 +48,51 @@ class Untouched:
                 )
             if writes is not None and num_writes(parameter) != writes:
                 raise ValueError(f"{name} was written to, but {USE_ENGINE}")
+
+
+def refuse_steps_of_script(optimizer: torch.optim.Optimizer) -> None:
+    """Makes `optimizer.step()` in a script an error: it would update the weights a second time."""
+
+    def before_step(*_: Any) -> None:
+        if not _is_call_of_whale():
+            raise RuntimeError(
+                "optimizer.step() after wh.parallelize would update the weights a second time: "
+                "engine.step(batch) has done it. Try: leave it out; for a step in parts, "
+                "engine.forward_backward, engine.accumulate and engine.update"
+            )
+
+    optimizer.register_step_pre_hook(before_step)
+
+
+def warn_of_training(model: torch.nn.Module) -> RemovableHandle:
+    """Says once that a script trains a model whose weights are all here without the engine."""
+    warning = _TrainingWarning()
+    warning.handle = model.register_forward_pre_hook(warning)
+    return warning.handle
+
+
+class _TrainingWarning:
+    """The hook: no function inside of another one, so that such a model can be pickled."""
+
+    handle: RemovableHandle | None = None
+
+    def __call__(self, module: torch.nn.Module, _: Any) -> None:
+        is_evaluation = not module.training or not torch.is_grad_enabled()
+        if is_evaluation or torch.compiler.is_exporting() or _is_call_of_whale():
+            return
+        if self.handle is not None:
+            self.handle.remove()
+        logger.warning(
+            "the model was called in training mode after wh.parallelize: gradients of that are "
+            "this rank's own, and no step of the engine has them. Try: engine.step(batch), which "
+            "is forward, backward, all-reduce and update; torch.no_grad() where none are wanted"
+        )
+
+
+def _is_call_of_whale() -> bool:
+    """Whether Whale called what a hook of this file belongs to, and not the script."""
+    passed = (str(Path(torch.__file__).parent), __file__)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(passed):
+        frame = frame.f_back
+    return Path(frame.f_code.co_filename).is_relative_to(PACKAGE)

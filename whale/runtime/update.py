@@ -36,6 +36,7 @@ from whale.runtime.result import Totals
 from whale.runtime.stage_updates import StageUpdates
 from whale.runtime.step_update import NonFiniteError, ScheduleState, Update
 from whale.runtime.summed_norms import SummedNorms
+from whale.runtime.untouched import refuse_steps_of_script
 from whale.runtime.whole_updates import WholeUpdates
 
 logger = logging.getLogger("whale")
@@ -88,6 +89,8 @@ class Updater:
             of_whole = settings_of_whole(optimizer, trainable, all_states)
             self.optimizer = self._made(optimizer, trainable, ranks)
             check_groups(self.optimizer, trainable, of_whole)
+            if self.optimizer is not None:
+                refuse_steps_of_script(self.optimizer)
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise ValueError(
                 "torch.optim.LBFGS needs the loss several times in a step, which engine.step "
