@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import whale as wh
-from tests.unit.test_search import BATCH, KINDS, WIDTH, Net
+from tests.unit.test_search import BATCH, KINDS, WIDTH, Net, problem_of
 from whale.cluster.cluster import Cluster, Device, Link
 from whale.search import search, slices
 from whale.search.candidate import Candidate, DeviceGroup, ReplicaChoice
-from whale.search.search import Search
+from whale.search.refusals import opened_up
+from whale.search.search import Search, new_search
+from whale.search.settings import OpenSettings
 from whale.search.slices import Slices, slice_numbers
 
 
@@ -104,6 +106,27 @@ def test_a_slice_gives_about_the_plan_of_the_whole_cluster(
     sliced_s = wh.simulate(plan()).step_s
     assert any(found)
     assert sliced_s <= 1.1 * whole_s
+
+
+def test_a_plan_of_one_slice_is_bounded_by_the_devices_that_it_takes() -> None:
+    """The old device of a slice cannot be as fast as the fast one, whatever others are there."""
+    cluster = hosts_of("fast", "old")
+    config = {"strategy": "data"}
+    problem = opened_up(
+        problem_of(
+            lambda: wh.plan(Net(), torch.zeros(BATCH, WIDTH), cluster=cluster, config=config)
+        )
+    )
+    made = new_search(problem, OpenSettings.of(problem))
+
+    def on(rank: int) -> Candidate:
+        return Candidate((ReplicaChoice((DeviceGroup((rank,)),)),))
+
+    assert not slices._is_too_slow(made, on(2))  # there is no plan yet
+    best = made.draft(on(0))
+    assert slices._is_too_slow(made, on(2)) and not slices._is_too_slow(made, on(1))
+    slow = made.draft(on(2))
+    assert best is not None and slow is not None and slow.score_s > best.score_s
 
 
 def test_where_no_plan_of_a_slice_fits_on_all_slices_all_devices_of_one_are_taken(

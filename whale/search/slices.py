@@ -174,21 +174,42 @@ def _draft_one_slice(search: Search, slices: Slices, inner: Search) -> None:
     all slices.
     """
     found = inner.best
-    best = search.best
     if found is None:
         return
-    everything = Shape(((slices.ranks[0],),))
-    if best is not None and search.estimator.bound(Point(everything, 1)) > best.score_s:
-        return
     alone = slices.repeated(found.candidate, 1)
-    if search.draft(alone) is not None or search.settings.num_micro_batch is not None:
+    is_drafted = not _is_too_slow(search, alone) and search.draft(alone) is not None
+    if is_drafted or search.settings.num_micro_batch is not None:
         return
     # micro-batches as large as they were
     number = len(slices.ranks)
     replicas = []
     for each in alone.replicas:
         replicas.append(replace(each, num_micro_batch=number * each.num_micro_batch))
-    search.draft(replace(alone, replicas=tuple(replicas)))
+    small = replace(alone, replicas=tuple(replicas))
+    if not _is_too_slow(search, small):
+        search.draft(small)
+
+
+def _is_too_slow(search: Search, alone: Candidate) -> bool:
+    """Whether a draft does not pay: its devices, those that it leaves out not counted, would take
+    longer than the best plan if all were busy all the time; or it does by its estimate, where
+    there is one.
+    """
+    best = search.best
+    if best is None:
+        return False
+    fewest = min(replica.num_micro_batch for replica in alone.replicas)
+    busy = Point(Shape(((alone.ranks,),)), fewest)
+    if search.estimator.bound(busy) > best.score_s:
+        return True
+    first = alone.replicas[0]
+    groups = [group for replica in alone.replicas for group in replica.groups]
+    if not alone.are_alike or any(group.grid is not None for group in groups):
+        return False
+    stages = [tuple(group.ranks for group in replica.groups) for replica in alone.replicas]
+    point = Point(Shape(tuple(stages)), first.num_micro_batch, first.num_chunks)
+    estimate = search.estimator_of(alone.memory).estimate(point)
+    return estimate.step_s > search.budget.slower * best.score_s
 
 
 def _best_first(inner: Search) -> Iterator[Drafted]:
