@@ -602,6 +602,17 @@ def test_what_annotations_keep_from_fitting_gets_an_offer_without_them() -> None
         plan_of(model, mixed(400_000))
 
 
+def test_an_offer_names_settings_only_where_there_are_some() -> None:
+    """One device is not searched: what fits on it in several micro-batches is offered."""
+    model = Net(layers=2)
+    batch = torch.zeros(4096, WIDTH)
+    cluster = mixed(1_500_000, hosts=((("fast", 1),),))
+    with pytest.raises(ValueError, match='"strategy": "auto" finds a plan that fits: 1 stage on 1'):
+        wh.plan(model, batch, cluster=cluster, config={})
+    with pytest.raises(ValueError, match='"auto" without these settings finds a plan that fits'):
+        wh.plan(model, batch, cluster=cluster, config={"num_micro_batch": 1})
+
+
 def test_the_hint_compares_an_annotated_plan_with_the_search() -> None:
     """All on each device, over a slow network: a pipeline is faster."""
     model = wh.annotate(Net(), {"*": wh.replicate(7)})

@@ -120,9 +120,13 @@ def with_offer(problem: Problem, error: DoesNotFit) -> DoesNotFit:
     except KeyboardInterrupt:  # the refusal is not lost with what would be offered
         return error
     text, tries, changes = str(error).partition(" No change helps")[0].partition(" Try: ")
-    what = "annotations" if is_annotated(problem) else "these settings"
+    config = problem.config
+    is_set = fixed_names(config) or config.strategy or config.replicas or config.colocate
+    without = " without these settings" if is_set else ""
+    if is_annotated(problem):
+        without = " without annotations"
     offer = (
-        f'{text.rstrip(".")}. "strategy": "auto" without {what} finds a plan that fits: '
+        f'{text.rstrip(".")}. "strategy": "auto"{without} finds a plan that fits: '
         f"{best.candidate.describe()}, {human_seconds(best.step_s)} a step"
     )
     return DoesNotFit(f"{offer}.{tries}{changes}" if tries else offer)

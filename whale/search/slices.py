@@ -177,9 +177,8 @@ def _draft_one_slice(search: Search, slices: Slices, inner: Search) -> None:
     if found is None:
         return
     alone = slices.repeated(found.candidate, 1)
-    if _is_too_slow(search, alone):
-        return
-    if search.draft(alone) is not None or search.settings.num_micro_batch is not None:
+    is_drafted = not _is_too_slow(search, alone) and search.draft(alone) is not None
+    if is_drafted or search.settings.num_micro_batch is not None:
         return
     # micro-batches as large as they were
     number = len(slices.ranks)
@@ -192,14 +191,25 @@ def _draft_one_slice(search: Search, slices: Slices, inner: Search) -> None:
 
 
 def _is_too_slow(search: Search, alone: Candidate) -> bool:
-    """Whether its devices would take longer than the best plan if all were busy all the time: those
-    that it leaves out do not count, and few samples at a time cost more each.
+    """Whether a draft does not pay: its devices, those that it leaves out not counted, would take
+    longer than the best plan if all were busy all the time; or it does by its estimate, where
+    there is one.
     """
-    if search.best is None:
+    best = search.best
+    if best is None:
         return False
     fewest = min(replica.num_micro_batch for replica in alone.replicas)
-    point = Point(Shape(((alone.ranks,),)), fewest)
-    return search.estimator.bound(point) > search.best.score_s
+    busy = Point(Shape(((alone.ranks,),)), fewest)
+    if search.estimator.bound(busy) > best.score_s:
+        return True
+    first = alone.replicas[0]
+    groups = [group for replica in alone.replicas for group in replica.groups]
+    if not alone.are_alike or any(group.grid is not None for group in groups):
+        return False
+    stages = [tuple(group.ranks for group in replica.groups) for replica in alone.replicas]
+    point = Point(Shape(tuple(stages)), first.num_micro_batch, first.num_chunks)
+    estimate = search.estimator_of(alone.memory).estimate(point)
+    return estimate.step_s > search.budget.slower * best.score_s
 
 
 def _best_first(inner: Search) -> Iterator[Drafted]:
