@@ -22,6 +22,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "ONLY_LOOKS",
     "Operation",
     "OperationCounter",
     "OperationPacket",
@@ -253,13 +254,20 @@ def backward_hooks_of_all_modules() -> list[Any]:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether something runs before or after each `step()`. Hooks can be added in public, not asked
-    for.
+    """Whether something runs before or after each `step()` and may tell how often that is called.
+    Hooks can be added in public, not asked for.
     """
-    own = (getattr(optimizer, f"_optimizer_step_{place}_hooks", ()) for place in ("pre", "post"))
-    return any(own) or bool(
-        torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
-    )
+    hooks = [
+        *torch_optimizer._global_optimizer_pre_hooks.values(),
+        *torch_optimizer._global_optimizer_post_hooks.values(),
+    ]
+    for place in ("pre", "post"):
+        hooks += getattr(optimizer, f"_optimizer_step_{place}_hooks", {}).values()
+    return not all(hasattr(hook, ONLY_LOOKS) for hook in hooks)
+
+
+ONLY_LOOKS = "whale_only_looks"
+"""attribute of hooks of Whale's that change nothing, however often they run"""
 
 
 def num_writes(tensor: torch.Tensor) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from whale.compat import num_writes
+from whale.compat import ONLY_LOOKS, num_writes
 from whale.error_reports import PACKAGE
 
 logger = logging.getLogger("whale")
@@ -61,6 +61,7 @@ def refuse_steps_of_script(optimizer: torch.optim.Optimizer) -> None:
                 "engine.forward_backward, engine.accumulate and engine.update"
             )
 
+    setattr(before_step, ONLY_LOOKS, True)
     optimizer.register_step_pre_hook(before_step)
 
 
