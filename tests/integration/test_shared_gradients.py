@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import whale as wh
 from tests.exactness import mean_square
-from whale.lowering.own_gradients import may_share_gradients
+from whale.lowering.own_gradients import give_own_memory, may_share_gradients
 
 MAX_NORM = 0.01
 
@@ -79,6 +79,32 @@ def test_gradients_in_one_memory_are_not_mixed_up(config: dict[str, Any]) -> Non
     found = engine.full_state_dict()
     for name, value in locally(config.get("clip_grad_norm")).items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+class InputGradientAlone(torch.autograd.Function):
+    """x * weight, whose backward leaves the gradient of the weight for later, as a region that is
+    recomputed does where the backward is split.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return gradient * weight, None
+
+
+def test_a_parameter_that_gets_no_gradient_yet_has_none_to_be_copied() -> None:
+    """Copying it ended the job (fuzz, seed 800144)."""
+    x = torch.randn(3, requires_grad=True)
+    weight = nn.Parameter(torch.randn(3))
+    give_own_memory({"weight": weight}, ["weight"])
+    InputGradientAlone.apply(x, weight).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, weight)
+    assert weight.grad is None
 
 
 def traced(function: Any, *shapes: tuple[int, ...]) -> frozenset[str]:

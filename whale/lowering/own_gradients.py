@@ -61,5 +61,6 @@ def give_own_memory(weights: Mapping[str, Tensor], names: Iterable[str]) -> None
             tensor.register_hook(_copied)
 
 
-def _copied(gradient: Tensor) -> Tensor:
-    return gradient.clone()
+def _copied(gradient: Tensor | None) -> Tensor | None:
+    # a region that is recomputed gives none where the gradients of inputs alone are wanted
+    return gradient.clone() if gradient is not None else None
