@@ -30,6 +30,7 @@ from whale.distributed.job_cluster import (
     read_cluster,
 )
 from whale.distributed.platform import Platform
+from whale.distributed.ranks import Ranks
 from whale.emulation.emulation import platform_of_this_job
 from whale.lowering.weights import (
     Init,
@@ -40,6 +41,7 @@ from whale.lowering.weights import (
 from whale.model_planner import ModelPlanner
 from whale.notebook import Plan  # one that shows itself in a notebook
 from whale.planning.planner import fingerprint
+from whale.plans.plan import LEFT_OUT
 from whale.plans.shards import Shards
 from whale.runtime.captures import captured_for_each
 from whale.runtime.checkpoints import Pretrained, load_pretrained
@@ -53,7 +55,7 @@ from whale.runtime.start import (
     own_weights,
     same_model,
 )
-from whale.runtime.update import OptimizerFactory, SchedulerFactory
+from whale.runtime.update import OptimizerFactory, SchedulerFactory, check_factories
 from whale.session import (
     CaptureReady,
     PlanReady,
@@ -69,6 +71,9 @@ from whale.session import (
 )
 
 logger = logging.getLogger("whale")
+
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+"""of torch, around a model"""
 
 Model = torch.nn.Module | Callable[[], torch.nn.Module]
 
@@ -135,6 +140,9 @@ def parallelize(
     the longest one that the plan must have memory for, `{1: ("length", 512)}`; dims of one name are
     equal in every batch. Without it Whale finds them at the first batch of another length.
     """
+    session.is_parallelized = True
+    check_factories(optimizer, scheduler)
+    _refuse_wrapper(model)
     config = session.config
     if session.captures_only or session.num_devices is not None:
         _stop_before_ranks(
@@ -151,6 +159,7 @@ def parallelize(
         optimizer = knowing_attributes(optimizer, found.built)
     planner = found.planner(devices, optimizer)
     chosen = _chosen_plan(plan, found, planner, platform, precision)
+    _say_who_is_left_out(chosen, ranks)
     stand_in = platform.start(chosen, found.prepared, devices, config)
     if stand_in is not None:
         return Engine(Job.of_stand_in(stand_in, platform), optimizer, scheduler)
@@ -158,6 +167,23 @@ def parallelize(
     if plan is None and planner is not None:
         job.replan = planner.plan
     return Engine(job, optimizer, scheduler)
+
+
+def _refuse_wrapper(model: Model) -> None:
+    """A model that another framework already distributes is taken out of its wrapper first."""
+    for kind in type(model).__mro__:
+        if kind.__name__ in WRAPPERS:
+            raise ValueError(
+                f"the model is wrapped in {kind.__name__}, and Whale distributes it itself. "
+                f"Try: wh.parallelize(model.module, ...), and leave {kind.__name__} out"
+            )
+
+
+def _say_who_is_left_out(plan: Plan, ranks: Ranks) -> None:
+    """One rank says which devices the plan does not use, and why."""
+    for decision in plan.decisions:
+        if decision.what == LEFT_OUT and ranks.rank == 0:
+            logger.warning("the plan leaves out %s: %s", decision.choice, decision.why)
 
 
 def _stop_before_ranks(

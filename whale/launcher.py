@@ -229,6 +229,22 @@ def run_script(script: Path, arguments: list[str]) -> None:
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     runpy.run_path(str(script), run_name="__main__")
+    _say_if_nothing_was_parallelized(script)
+
+
+def _say_if_nothing_was_parallelized(script: Path) -> None:
+    """One rank of several says that each of them ran the whole script by itself."""
+    session = sys.modules.get("whale.session")
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks == 1 or os.environ.get("RANK") != "0":
+        return
+    if session is None or not session.session.is_parallelized:
+        print(
+            f"whale run: {script} ended without calling wh.parallelize, so each of the {num_ranks} "
+            "processes ran all of it by itself. Try: engine = wh.parallelize(model, sample_batch, "
+            "optimizer=...), and engine.step(batch) in the loop",
+            file=sys.stderr,
+        )
 
 
 def _last_line(error: BaseException) -> str:

@@ -32,6 +32,8 @@ class Session:
     """given to `init`"""
     planned_cluster: Cluster | None = None
     """set by `whale plan --cluster`"""
+    is_parallelized: bool = False
+    """whether the script has called `parallelize`"""
     captures_only: bool = False
     """set by `whale profile --model`: `parallelize` captures and stops"""
     on_problem: Callable[[Problem], None] | None = None

@@ -30,16 +30,30 @@ def engine_of(model: nn.Module) -> wh.Engine:
     )
 
 
-def test_an_optimizer_of_the_engine_is_not_stepped_by_the_script() -> None:
+@pytest.mark.parametrize("whose", ["engine", "before", "behind"])
+def test_an_optimizer_that_is_left_in_the_loop_is_refused(whose: str) -> None:
     """It updated the weights twice, without a word."""
-    engine = engine_of(Net())
+    model = Net()
+    old = torch.optim.AdamW(model.parameters())
+    engine = engine_of(model)
+    if whose != "before":
+        old = engine.optimizer if whose == "engine" else torch.optim.AdamW(model.parameters())
     engine.step(torch.randn(6, 4))
     before = {name: each.clone() for name, each in engine.full_state_dict().items()}
     with pytest.raises(RuntimeError, match=r"a second time.*Try: leave it out"):
-        engine.optimizer.step()
+        old.step()
     for name, tensor in engine.full_state_dict().items():
         assert torch.equal(tensor, before[name])
     engine.step(torch.randn(6, 4))  # the engine still does
+
+
+def test_other_models_are_trained_as_ever() -> None:
+    engine_of(Net()).step(torch.randn(6, 4))
+    other = Net()
+    before = other.layer.weight.clone()
+    other(torch.randn(6, 4)).backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert not torch.equal(other.layer.weight, before)
 
 
 def test_a_model_that_is_trained_beside_the_engine_is_named_once(

@@ -245,15 +245,25 @@ def not_a_model() -> None:
     wh.parallelize(model, x_and_y(), optimizer=sgd)
 
 
+def wrapped_in_ddp() -> None:
+    class DistributedDataParallel(nn.Module):  # the real one wants a process group
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(4, 2)
+
+    wh.parallelize(DistributedDataParallel(), x_and_y(), optimizer=sgd)
+
+
 MISTAKES: dict[str, tuple[Callable[[], None], str]] = {
     "optimizer already made": (
         already_made,
-        r"optimizer= is a AdamW that is already made.*lambda params: torch.optim.AdamW\(params",
+        r"optimizer= is an optimizer that is already made \(AdamW\).*lambda params: torch.optim.AdamW\(params",
     ),
     "scheduler already made": (
         scheduler_already_made,
-        r"scheduler= is a StepLR that is already made.*lambda optimizer",
+        r"scheduler= is a scheduler that is already made \(StepLR\).*lambda optimizer",
     ),
+    "still wrapped": (wrapped_in_ddp, r"DistributedDataParallel.*Try: .*model\.module"),
     "no optimizer made": (no_optimizer_made, r"the function given as optimizer= returned NoneType"),
     "parameters from elsewhere": (
         parameters_of_the_model,

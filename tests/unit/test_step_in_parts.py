@@ -19,7 +19,9 @@ class OneRank:
         self.held: list[Any] = []
         self.step_count = 0
         device = SimpleNamespace(event=lambda: None)
-        self.job = SimpleNamespace(ranks=SimpleNamespace(device=device, is_distributed=False))
+        config = SimpleNamespace(clip_grad_norm=None)
+        ranks = SimpleNamespace(device=device, is_distributed=False)
+        self.job = SimpleNamespace(ranks=ranks, config=config)
         self.shapes = SimpleNamespace(transport=None)
         self.updater = SimpleNamespace(trained=frozenset[str](), apply=self.apply)
         self.updated: list[frozenset[str]] = []

@@ -53,6 +53,10 @@ class Settings:
     unless it is "highest", on devices that have it"""
 
 
+LEFT_OUT = "devices left out"
+"""what a decision is called that leaves devices idle"""
+
+
 @dataclass(frozen=True)
 class Decision:
     """One choice of the planner and why it was made."""

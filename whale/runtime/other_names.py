@@ -4,6 +4,8 @@ them: for the message of whoever types one by habit.
 
 from __future__ import annotations
 
+import torch
+
 TRAINS = "engine.step(batch): forward, backward, all-reduce and update of one mini-batch"
 MODES = "engine.step(batch) to train, engine.evaluate(batch) to evaluate; each sets its own mode"
 PLACED = "leave it out: the plan says where everything is, and batches may be on the host"
@@ -21,7 +23,6 @@ INSTEAD = {
     "load_checkpoint": "engine.load(folder) on all ranks",
     "generate": "engine.module() on all ranks: a whole local model on rank 0",
     "to": PLACED,
-    "cuda": PLACED,
     "cpu": PLACED,
 }
 """name -> what to try"""
@@ -29,5 +30,7 @@ INSTEAD = {
 
 def instead(name: str) -> str:
     """What is said of an attribute that an engine does not have."""
-    advice = f". Try: {INSTEAD[name]}" if name in INSTEAD else ""
-    return f"a Whale engine has no {name!r}{advice}"
+    advice = INSTEAD.get(name)
+    if advice is None and hasattr(torch.nn.Module, name):
+        advice = "leave it out, or engine.module() on all ranks: a whole local model that has it"
+    return f"a Whale engine has no {name!r}" + (f". Try: {advice}" if advice else "")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from whale.compat import ONLY_LOOKS, num_writes
@@ -50,19 +53,36 @@ class Untouched:
                 raise ValueError(f"{name} was written to, but {USE_ENGINE}")
 
 
-def refuse_steps_of_script(optimizer: torch.optim.Optimizer) -> None:
-    """Makes `optimizer.step()` in a script an error: it would update the weights a second time."""
+_TRAINED: weakref.WeakValueDictionary[int, torch.nn.Parameter] = weakref.WeakValueDictionary()
+"""parameters of all engines of this process, by id"""
 
-    def before_step(*_: Any) -> None:
-        if not _is_call_of_whale():
+
+def refuse_steps_of_script(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Makes `step()` of any optimizer an error in a script, that of the engine or one left from an
+    old loop: it would update the weights a second time.
+    """
+    _register()
+    _TRAINED.update({id(parameter): parameter for parameter in parameters})
+
+
+@cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if _is_call_of_whale():
+        return
+    for group in optimizer.param_groups:
+        if any(_TRAINED.get(id(parameter)) is parameter for parameter in group["params"]):
             raise RuntimeError(
-                "optimizer.step() after wh.parallelize would update the weights a second time: "
-                "engine.step(batch) has done it. Try: leave it out; for a step in parts, "
-                "engine.forward_backward, engine.accumulate and engine.update"
+                f"{type(optimizer).__name__}.step() after wh.parallelize would update the weights "
+                "a second time: engine.step(batch) does it. Try: leave it out; for a step in "
+                "parts, engine.forward_backward, engine.accumulate and engine.update"
             )
 
-    setattr(before_step, ONLY_LOOKS, True)
-    optimizer.register_step_pre_hook(before_step)
+
+setattr(_before_step, ONLY_LOOKS, True)
 
 
 def warn_of_training(model: torch.nn.Module) -> RemovableHandle:

@@ -47,19 +47,19 @@ CountEmpty = Callable[[], "Tensor | None"]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 
-def _check_factories(optimizer: object, scheduler: object) -> None:
+def check_factories(optimizer: object, scheduler: object) -> None:
     """An optimizer that is already made holds the parameters of the whole model, and no rank keeps
     all of them.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
-            f"optimizer= is a {type(optimizer).__name__} that is already made: give a function "
+            f"optimizer= is an optimizer that is already made ({type(optimizer).__name__}): give a function "
             "that makes it for this rank's parameters, such as optimizer=lambda params: "
             f"torch.optim.{type(optimizer).__name__}(params, lr=...)"
         )
     if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise ValueError(
-            f"scheduler= is a {type(scheduler).__name__} that is already made: give a function "
+            f"scheduler= is a scheduler that is already made ({type(scheduler).__name__}): give a function "
             "that makes it for this rank's optimizer, such as scheduler=lambda optimizer: "
             f"torch.optim.lr_scheduler.{type(scheduler).__name__}(optimizer, ...)"
         )
@@ -79,7 +79,6 @@ class Updater:
     ) -> None:
         config = job.config
         ranks = job.ranks
-        _check_factories(optimizer, scheduler)
         self.is_given = optimizer is not None
         self.optimizer = None
         if optimizer is not None and trainable:
@@ -89,8 +88,7 @@ class Updater:
             of_whole = settings_of_whole(optimizer, trainable, all_states)
             self.optimizer = self._made(optimizer, trainable, ranks)
             check_groups(self.optimizer, trainable, of_whole)
-            if self.optimizer is not None:
-                refuse_steps_of_script(self.optimizer)
+            refuse_steps_of_script(parameter for _, parameter in trainable)
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise ValueError(
                 "torch.optim.LBFGS needs the loss several times in a step, which engine.step "

@@ -12,7 +12,7 @@ from whale.planning.planner import make_plan
 from whale.planning.problem import Problem
 from whale.planning.schedules import ACTION_S
 from whale.planning.stages import Assignment
-from whale.plans.plan import Alternative, Decision, Plan
+from whale.plans.plan import LEFT_OUT, Alternative, Decision, Plan
 from whale.plans.shares import DoesNotFit
 from whale.search.drafting import Drafted, actions_seconds
 from whale.search.marked import LONGER, new_marked_search
@@ -263,13 +263,13 @@ def _with_decision(
     slower = [rank for rank in left_out if rank not in left_over]
     over = [rank for rank in left_out if rank in left_over]
     if slower:
-        decisions.append(Decision("devices left out", f"rank {ranges(slower)}", why_left_out))
+        decisions.append(Decision(LEFT_OUT, f"rank {ranges(slower)}", why_left_out))
     if over:
         text = (
             "their hosts are too many or too few for equal slices of the cluster, and plans with "
             "them were not searched"
         )
-        decisions.append(Decision("devices left out", f"rank {ranges(over)}", text))
+        decisions.append(Decision(LEFT_OUT, f"rank {ranges(over)}", text))
     why_one = OpenSettings.of(problem).why_one_micro_batch
     if why_one is not None:
         decisions.append(Decision(MICRO_BATCHES, "1", why_one))
