@@ -24,6 +24,7 @@ from whale.compat import pytree
 from whale.distributed.ranks import Ranks
 from whale.dtypes import in_memory
 from whale.integrations.optimizers import EngineOptimizer, Remade
+from whale.integrations.outside import refuse_gradients_from_outside
 from whale.runtime.engine import Engine
 
 SAME = 1e-5
@@ -85,6 +86,7 @@ class EngineModel(torch.nn.Module):
         self._anchor = torch.zeros((), requires_grad=True)
         self._number = 0
         self._kind: str | None = None
+        refuse_gradients_from_outside(engine, model)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -95,6 +97,13 @@ class EngineModel(torch.nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
         """This rank's parameters that are trained."""
         return (parameter for _, parameter in self.engine.named_parameters())
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The same with their names in the model."""
+        start = f"{prefix}." if prefix else ""
+        return ((start + name, parameter) for name, parameter in self.engine.named_parameters())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.engine.zero_gradients()
