@@ -93,17 +93,17 @@ class WhaleTrainer(transformers.Trainer):
     # ---- the engine
 
     def create_optimizer(self, model: Any = None) -> Any:
-        if self._spread is None:
-            super().create_optimizer(model)  # of the whole model; made again for this rank's part
-            self._start()
-        elif self.optimizer is None:
+        """Of the whole model; made again for this rank's part when the model is spread. A subclass
+        may have another.
+        """
+        if self._spread is not None and self.optimizer is None:
             raise ValueError(
                 "WhaleTrainer: model_init makes another model, but the ranks have one already, of "
                 "an earlier train() or evaluate(). Try: a new trainer for each training"
             )
-        return self.optimizer
+        return super().create_optimizer(model)
 
-    def _start(self) -> None:
+    def _start(self) -> Spread:
         """Spreads the model over the ranks."""
         args = self.args
         precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "default"
@@ -115,6 +115,7 @@ class WhaleTrainer(transformers.Trainer):
         if self.lr_scheduler is not None:  # the script's own
             follow(self.lr_scheduler, self._spread.optimizer)
         self.model_wrapped = self._spread.model
+        return self._spread
 
     def _sample_size(self) -> int:
         return int(getattr(self._loader, "total_batch_size", 0) or self._train_batch_size)
@@ -127,8 +128,16 @@ class WhaleTrainer(transformers.Trainer):
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if self._spread is None:
-            self.create_optimizer()
-        assert self._spread is not None
+            if self.optimizer is None:
+                self.create_optimizer()
+            return self._start().model
+        if self.optimizer is not self._spread.optimizer:
+            raise ValueError(
+                f"WhaleTrainer: create_optimizer made another {type(self.optimizer).__name__}, but "
+                "the ranks have one already, of an earlier train() or evaluate(). "
+                "Try: make it if self.optimizer is None, as the stock Trainer does, or a new "
+                "trainer for each training"
+            )
         return self._spread.model
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume: Any) -> Any:
