@@ -344,6 +344,23 @@ def test_another_optimizer_for_the_second_training_is_refused(tmp_path: Path) ->
         trainer.train()
 
 
+def test_a_first_prediction_without_labels_is_refused(tmp_path: Path) -> None:
+    """It ended in a KeyError inside of a capture."""
+
+    def collate(samples: Any) -> dict[str, Any]:
+        batch = trainers.classified(samples)
+        del batch["labels"]
+        return batch
+
+    trainer = WhaleTrainer(
+        model=trainers.model(transformers.GPT2ForSequenceClassification),
+        args=trainers.settings(tmp_path),
+        data_collator=collate,
+    )
+    with pytest.raises(ValueError, match=r"has no 'labels'.*Try: trainer\.train\(\) or"):
+        trainer.predict(trainers.Sentences(8))
+
+
 def test_a_checkpoint_of_the_stock_trainer_is_refused(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     trainers.language_model(transformers.Trainer, str(tmp_path), {}, **changes)

@@ -109,6 +109,13 @@ class WhaleTrainer(transformers.Trainer):
         precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "default"
         api.configure(precision=precision, seed=args.seed, clip_grad_norm=None)
         sample = self._batch(sample_of(self._loader, self._sample_size()))
+        if not self._has_labels(sample):
+            raise ValueError(
+                "WhaleTrainer: the first batch that the ranks are given has no "
+                f"{' or '.join(map(repr, self.label_names))}, and the model is captured with its "
+                "loss. Try: trainer.train() or trainer.evaluate() before trainer.predict() on "
+                "samples without labels"
+            )
         made: torch.optim.Optimizer = self.__dict__["optimizer"]
         self._spread = spread(self.model, sample, made, self._loss)
         self.optimizer = self._spread.optimizer
@@ -154,7 +161,7 @@ class WhaleTrainer(transformers.Trainer):
         """The Trainer's loss (label smoothing, `compute_loss_func`, a subclass's `compute_loss`)
         of what the model has given. Captured with the model.
         """
-        if self.label_names and not any(name in batch for name in self.label_names):
+        if not self._has_labels(batch):
             raise KeyError(self.label_names[0])  # a prediction: outputs only
         inputs = {key: value for key, value in batch.items() if key != NUM_ITEMS}
         accumulates = self.args.gradient_accumulation_steps > 1 and self.model_accepts_loss_kwargs
@@ -162,6 +169,9 @@ class WhaleTrainer(transformers.Trainer):
         needs_items = accumulates and NUM_ITEMS in batch
         model: Any = _Computed(self.model, output, batch, labels, needs_items)
         return self._own_compute_loss(model, inputs, num_items_in_batch=batch.get(NUM_ITEMS))
+
+    def _has_labels(self, batch: Mapping[str, Any]) -> bool:
+        return not self.label_names or any(name in batch for name in self.label_names)
 
     def _loss_of_engine(
         self,
