@@ -408,6 +408,34 @@ def test_a_penalty_in_the_loss(config: dict[str, Any]) -> None:
         assert found == pytest.approx(expected, rel=2e-5)
 
 
+def test_a_model_that_gives_no_loss_is_refused() -> None:
+    """A script that makes the loss of the model's output was told to call the model without Whale,
+    which it can.
+    """
+    from whale.integrations.accelerate import prepare
+
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sample = (torch.ones(4, 4), torch.arange(4) % 3)
+    with pytest.raises(ValueError, match=r"prepare\(\.\.\., loss=lambda output, batch"):
+        prepare(accelerate.Accelerator(cpu=True), model, optimizer, sample=sample)
+
+
+def test_a_call_without_labels_is_refused() -> None:
+    """A script with a loss of its own of the logits was told to change a sample batch."""
+    from whale.integrations.accelerate import prepare
+
+    model = trainers.model(transformers.GPT2ForSequenceClassification)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = trainers.classified(trainers.Sentences(4).samples)
+    model, _ = prepare(accelerate.Accelerator(cpu=True), model, optimizer, sample=batch)
+    labels = batch.pop("labels")
+    with pytest.raises(ValueError, match=r"without 'labels'.*Try: .*loss=lambda output, batch"):
+        model(**batch)
+    model.eval()
+    assert model(**batch).logits.shape == (*labels.shape, 3)
+
+
 def test_two_forwards_before_a_backward_are_refused() -> None:
     from whale.integrations.accelerate import prepare
 
