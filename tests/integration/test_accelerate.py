@@ -12,7 +12,7 @@ accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 from tests.integration import trainers  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.ranks import RankError, run_ranks  # noqa: E402
 
 STAGES = {"num_task_graph": 2, "num_micro_batch": 2}
 NUM_STEPS = 20
@@ -323,6 +323,117 @@ def test_a_usual_script_with_numbered_checkpoints(tmp_path: Path, config: dict[s
     (expected,) = run_ranks(named_folders, 1, None, str(tmp_path / "stock"))
     for found in run_ranks(named_folders, 2, config, str(tmp_path / "whale")):
         assert found == pytest.approx(expected, rel=2e-5)
+
+
+PENALTIES = {
+    "parameters": lambda model, first: model.parameters(),
+    "named_parameters": lambda model, first: [each for _, each in model.named_parameters()],
+    "before": lambda model, first: first,
+}
+"""how a script names the parameters of the model that it penalizes"""
+
+
+def penalized(
+    config: dict[str, Any] | None, form: str | None, is_apart: bool = False
+) -> list[float]:
+    """Losses and gradient norms with a penalty on weights, added by the loop to half of the loss.
+    `form` None: in the loss that `prepare` is given. `is_apart`: it has a backward of its own.
+    """
+    from whale.integrations.accelerate import prepare
+
+    def penalty(parameters: Any) -> torch.Tensor:
+        return 0.1 * torch.stack([each.square().sum() for each in parameters]).sum().sqrt()
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = first = torch.nn.Sequential(
+        torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = list(model.parameters())
+    batches = torch.linspace(-1, 1, 48).view(3, 4, 4)
+    if config is not None:
+        model, optimizer = prepare(
+            accelerator,
+            model,
+            optimizer,
+            sample=batches[0],
+            loss=lambda output, batch: (
+                output.square().mean() / 2 + (0.0 if form else penalty(first.parameters()))
+            ),
+            whale=config,
+        )
+    found = []
+    for batch in batches:
+        output = model(batch)
+        loss = output.square().mean() / 2 if config is None else output.loss
+        if form is not None:
+            extra = penalty(PENALTIES[form](model, parameters))
+            if is_apart:
+                accelerator.backward(loss)
+                accelerator.backward(extra)
+            else:
+                accelerator.backward(loss + extra)
+        else:
+            accelerator.backward(loss)
+        found.append((loss + (extra if form else 0.0)).item())
+        found.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("form", PENALTIES)
+def test_a_penalty_outside_of_the_model_is_refused(form: str, is_apart: bool) -> None:
+    """Its gradient was multiplied by what the batch's is multiplied by; with stages each rank saw
+    the weights of its own stages alone; and `named_parameters` gave none at all.
+    """
+    with pytest.raises(ValueError, match=r"backward reaches .* of shape \[.*Try: .*loss="):
+        penalized({}, form, is_apart)
+
+
+@pytest.mark.slow
+def test_a_penalty_outside_of_the_model_is_refused_on_all_ranks() -> None:
+    with pytest.raises(RankError, match=r"Try: .*loss="):
+        run_ranks(penalized, 2, STAGES, "parameters")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [{}, STAGES, {"zero": 3}])
+def test_a_penalty_in_the_loss(config: dict[str, Any]) -> None:
+    """What the refusal of one outside says to try."""
+    (expected,) = run_ranks(penalized, 1, None, "parameters")
+    for found in run_ranks(penalized, 2, config, None):
+        assert found == pytest.approx(expected, rel=2e-5)
+
+
+def test_a_model_that_gives_no_loss_is_refused() -> None:
+    """A script that makes the loss of the model's output was told to call the model without Whale,
+    which it can.
+    """
+    from whale.integrations.accelerate import prepare
+
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sample = (torch.ones(4, 4), torch.arange(4) % 3)
+    with pytest.raises(ValueError, match=r"prepare\(\.\.\., loss=lambda output, batch"):
+        prepare(accelerate.Accelerator(cpu=True), model, optimizer, sample=sample)
+
+
+def test_a_call_without_labels_is_refused() -> None:
+    """A script with a loss of its own of the logits was told to change a sample batch."""
+    from whale.integrations.accelerate import prepare
+
+    model = trainers.model(transformers.GPT2ForSequenceClassification)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = trainers.classified(trainers.Sentences(4).samples)
+    model, _ = prepare(accelerate.Accelerator(cpu=True), model, optimizer, sample=batch)
+    labels = batch.pop("labels")
+    with pytest.raises(ValueError, match=r"without 'labels'.*Try: .*loss=lambda output, batch"):
+        model(**batch)
+    model.eval()
+    assert model(**batch).logits.shape == (*labels.shape, 3)
 
 
 def test_two_forwards_before_a_backward_are_refused() -> None:

@@ -293,6 +293,74 @@ def test_a_second_model_of_model_init_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
+class _HeadRate:
+    """A script's own groups: the head has another rate."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        own: Any = self
+        if own.optimizer is None:
+            head = [each for name, each in own.model.named_parameters() if "score" in name]
+            rest = [each for name, each in own.model.named_parameters() if "score" not in name]
+            groups = [{"params": head, "lr": 0.05}, {"params": rest}]
+            own.optimizer = torch.optim.AdamW(groups, lr=1e-3)
+        return own.optimizer
+
+
+class _StockHeadRate(_HeadRate, transformers.Trainer):
+    pass
+
+
+class _WhaleHeadRate(_HeadRate, WhaleTrainer):
+    pass
+
+
+class _NewEachTime(WhaleTrainer):
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        return self.optimizer
+
+
+def test_an_optimizer_of_a_subclass(tmp_path: Path) -> None:
+    """It ended in an assertion: only the Trainer's own `create_optimizer` made the engine."""
+    changes: dict[str, Any] = {"max_steps": 3, "eval_steps": 2}
+    expected, _ = trainers.classification(_StockHeadRate, str(tmp_path / "stock"), {}, **changes)
+    found, trainer = trainers.classification(_WhaleHeadRate, str(tmp_path / "w"), {}, **changes)
+    for ours, theirs in zip(trainers.kept(found), trainers.kept(expected), strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5)
+    trainer.train()
+
+
+def test_another_optimizer_for_the_second_training_is_refused(tmp_path: Path) -> None:
+    """It would update a rank's own weights by gradients that are not the engine's."""
+    trainer = _NewEachTime(
+        model=trainers.model(transformers.GPT2LMHeadModel),
+        args=trainers.settings(tmp_path, max_steps=1),
+        train_dataset=trainers.Sentences(8),
+        eval_dataset=trainers.Sentences(8),
+        data_collator=trainers.padded,
+    )
+    trainer.evaluate()
+    with pytest.raises(ValueError, match=r"another AdamW.*Try: .*if self\.optimizer is None"):
+        trainer.train()
+
+
+def test_a_first_prediction_without_labels_is_refused(tmp_path: Path) -> None:
+    """It ended in a KeyError inside of a capture."""
+
+    def collate(samples: Any) -> dict[str, Any]:
+        batch = trainers.classified(samples)
+        del batch["labels"]
+        return batch
+
+    trainer = WhaleTrainer(
+        model=trainers.model(transformers.GPT2ForSequenceClassification),
+        args=trainers.settings(tmp_path),
+        data_collator=collate,
+    )
+    with pytest.raises(ValueError, match=r"has no 'labels'.*Try: trainer\.train\(\) or"):
+        trainer.predict(trainers.Sentences(8))
+
+
 def test_a_checkpoint_of_the_stock_trainer_is_refused(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     trainers.language_model(transformers.Trainer, str(tmp_path), {}, **changes)

@@ -23,6 +23,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.utils.data import DataLoader
 
 from whale import api
+from whale.capture.errors import CaptureError
 from whale.capture.model_call import Loss
 from whale.config import Config
 from whale.integrations.engine_model import Spread, spread
@@ -69,7 +70,7 @@ def prepare(
         of_sampler = getattr(first.batch_sampler, "batch_size", None)
         sample = sample_of(first, first.batch_size or of_sampler or 1)
     trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    made = spread(model, sample, optimizer, loss)
+    made = _spread(model, sample, optimizer, loss)
     prepared = _Optimizer(made.optimizer, device_placement=False)
     prepared._is_accelerate_prepared = True
     accelerator._optimizers.append(prepared)
@@ -87,6 +88,21 @@ def prepare(
         else:
             results.append(one)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _spread(
+    model: torch.nn.Module, sample: Any, optimizer: torch.optim.Optimizer, loss: Loss | None
+) -> Spread:
+    try:
+        return spread(model, sample, optimizer, loss)
+    except CaptureError as error:
+        if loss is not None:
+            raise
+        raise CaptureError(
+            f"{error}\n  A script that makes the loss of the model's output itself gives it to the "
+            "ranks: prepare(..., loss=lambda output, batch: F.cross_entropy(output, batch[1])); "
+            "model(*batch).loss is then the loss."
+        ) from error
 
 
 class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]

@@ -9,7 +9,7 @@ factor when `loss.backward()` runs: the gradient of f(loss) is f'(loss) times th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -24,6 +24,7 @@ from whale.compat import pytree
 from whale.distributed.ranks import Ranks
 from whale.dtypes import in_memory
 from whale.integrations.optimizers import EngineOptimizer, Remade
+from whale.integrations.outside import refuse_gradients_from_outside
 from whale.runtime.engine import Engine
 
 SAME = 1e-5
@@ -52,7 +53,9 @@ def spread(
     own = engine.optimizer or factory.without_parameters()
     # a schedule that still holds the script's optimizer sets the rates of this one
     optimizer.param_groups = own.param_groups
-    return Spread(engine, EngineModel(engine, model), EngineOptimizer(engine, own))
+    named = sample if isinstance(sample, Mapping) else {}
+    names = tuple(name for name, value in named.items() if isinstance(value, Tensor))
+    return Spread(engine, EngineModel(engine, model, names), EngineOptimizer(engine, own))
 
 
 class Output(dict[str, Any]):
@@ -76,15 +79,18 @@ class Output(dict[str, Any]):
 class EngineModel(torch.nn.Module):
     """Stands where a loop has its model. Its parameters are the engine's: it has none."""
 
-    def __init__(self, engine: Engine, model: torch.nn.Module) -> None:
+    def __init__(self, engine: Engine, model: torch.nn.Module, names: tuple[str, ...] = ()) -> None:
+        """`names`: of the tensors that every batch has."""
         super().__init__()
         self.engine = engine
         self.with_outputs = True
         """whether an evaluation gives more than the loss"""
         self._described = [model]  # in a list: no submodule, its weights are not all here
         self._anchor = torch.zeros((), requires_grad=True)
+        self._names = names
         self._number = 0
         self._kind: str | None = None
+        refuse_gradients_from_outside(engine, model)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -95,6 +101,13 @@ class EngineModel(torch.nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
         """This rank's parameters that are trained."""
         return (parameter for _, parameter in self.engine.named_parameters())
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The same with their names in the model."""
+        start = f"{prefix}." if prefix else ""
+        return ((start + name, parameter) for name, parameter in self.engine.named_parameters())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.engine.zero_gradients()
@@ -112,7 +125,17 @@ class EngineModel(torch.nn.Module):
         self.engine.save_pretrained(folder, **named)
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        return self.run(self._batch(arguments, named))
+        batch = self._batch(arguments, named)
+        known = batch if isinstance(batch, Mapping) else self._names
+        missing = [name for name in self._names if name not in known]
+        if missing and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                f"the model is called without {', '.join(map(repr, missing))}, which the sample "
+                "batch has: in training the ranks need the whole batch, and give the loss alone. "
+                "Try: model(**batch).loss; where the script makes a loss of the outputs itself, "
+                "prepare(..., loss=lambda output, batch: ...)"
+            )
+        return self.run(batch)
 
     def run(self, batch: Any) -> Any:
         """Trains on a batch, or evaluates it in eval mode and under `no_grad`."""

@@ -93,28 +93,36 @@ class WhaleTrainer(transformers.Trainer):
     # ---- the engine
 
     def create_optimizer(self, model: Any = None) -> Any:
-        if self._spread is None:
-            super().create_optimizer(model)  # of the whole model; made again for this rank's part
-            self._start()
-        elif self.optimizer is None:
+        """Of the whole model; made again for this rank's part when the model is spread. A subclass
+        may have another.
+        """
+        if self._spread is not None and self.optimizer is None:
             raise ValueError(
                 "WhaleTrainer: model_init makes another model, but the ranks have one already, of "
                 "an earlier train() or evaluate(). Try: a new trainer for each training"
             )
-        return self.optimizer
+        return super().create_optimizer(model)
 
-    def _start(self) -> None:
+    def _start(self) -> Spread:
         """Spreads the model over the ranks."""
         args = self.args
         precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "default"
         api.configure(precision=precision, seed=args.seed, clip_grad_norm=None)
         sample = self._batch(sample_of(self._loader, self._sample_size()))
+        if not self._has_labels(sample):
+            raise ValueError(
+                "WhaleTrainer: the first batch that the ranks are given has no "
+                f"{' or '.join(map(repr, self.label_names))}, and the model is captured with its "
+                "loss. Try: trainer.train() or trainer.evaluate() before trainer.predict() on "
+                "samples without labels"
+            )
         made: torch.optim.Optimizer = self.__dict__["optimizer"]
         self._spread = spread(self.model, sample, made, self._loss)
         self.optimizer = self._spread.optimizer
         if self.lr_scheduler is not None:  # the script's own
             follow(self.lr_scheduler, self._spread.optimizer)
         self.model_wrapped = self._spread.model
+        return self._spread
 
     def _sample_size(self) -> int:
         return int(getattr(self._loader, "total_batch_size", 0) or self._train_batch_size)
@@ -127,8 +135,16 @@ class WhaleTrainer(transformers.Trainer):
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if self._spread is None:
-            self.create_optimizer()
-        assert self._spread is not None
+            if self.optimizer is None:
+                self.create_optimizer()
+            return self._start().model
+        if self.optimizer is not self._spread.optimizer:
+            raise ValueError(
+                f"WhaleTrainer: create_optimizer made another {type(self.optimizer).__name__}, but "
+                "the ranks have one already, of an earlier train() or evaluate(). "
+                "Try: make it if self.optimizer is None, as the stock Trainer does, or a new "
+                "trainer for each training"
+            )
         return self._spread.model
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume: Any) -> Any:
@@ -145,7 +161,7 @@ class WhaleTrainer(transformers.Trainer):
         """The Trainer's loss (label smoothing, `compute_loss_func`, a subclass's `compute_loss`)
         of what the model has given. Captured with the model.
         """
-        if self.label_names and not any(name in batch for name in self.label_names):
+        if not self._has_labels(batch):
             raise KeyError(self.label_names[0])  # a prediction: outputs only
         inputs = {key: value for key, value in batch.items() if key != NUM_ITEMS}
         accumulates = self.args.gradient_accumulation_steps > 1 and self.model_accepts_loss_kwargs
@@ -153,6 +169,9 @@ class WhaleTrainer(transformers.Trainer):
         needs_items = accumulates and NUM_ITEMS in batch
         model: Any = _Computed(self.model, output, batch, labels, needs_items)
         return self._own_compute_loss(model, inputs, num_items_in_batch=batch.get(NUM_ITEMS))
+
+    def _has_labels(self, batch: Mapping[str, Any]) -> bool:
+        return not self.label_names or any(name in batch for name in self.label_names)
 
     def _loss_of_engine(
         self,

@@ -50,6 +50,9 @@ class Engine:
         self._training = Training(job, self._shapes, self._batches, optimizer, scheduler)
         self._evaluation = Evaluation(job, self._shapes, self._batches)
         self._checkpoints = Checkpoints(job, self._training.updater)
+        self.is_in_step = False
+        """whether this rank is inside of a training step: backwards are the engine's own"""
+        self.is_closed = False
 
     if not TYPE_CHECKING:  # a misspelt name is still one for mypy
 
@@ -417,6 +420,7 @@ class Engine:
         """Waits for checkpoints under way and writes the last metrics line, or the timeline of an
         emulated run.
         """
+        self.is_closed = True
         self._checkpoints.wait()
         try:
             self._training.updater.close()
@@ -436,9 +440,15 @@ class Engine:
             self._job.warn_once(f"{missing}: {consequence}")
         return missing is not None
 
-    def _in_step(self, name: str) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _in_step(self, name: str) -> Iterator[None]:
         """Errors of what runs inside are reported with the number of the step. `name`: of the
         method that all ranks call.
         """
         self._job.ranks.note_call(name, Meets.NEVER)
-        return reporting(self._job.ranks.watch, f"step {self.step_count}")
+        self.is_in_step = True
+        try:
+            with reporting(self._job.ranks.watch, f"step {self.step_count}"):
+                yield
+        finally:
+            self.is_in_step = False
