@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import whale as wh
+from whale.capture.errors import CaptureError
 from whale.capture.fake_quantize import fake_quantize_per_channel, fake_quantize_per_tensor
 from whale.capture.istft import istft
 
@@ -156,3 +157,63 @@ def test_fake_quantize(dtype: torch.dtype, limits: tuple[int, int]) -> None:
         expected = result_and_gradient(original, x, *args, *limits)
         found = result_and_gradient(stand_in, x, *args, *limits)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class OtherPathForExports(nn.Module):
+    """As the masks of transformers: made where the model is exported, left out in training."""
+
+    def __init__(self, asks: Callable[[], bool]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+        self.asks = asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(7, dtype=x.dtype) if self.asks() else None
+        hidden = self.layer(x)
+        if mask is not None:
+            hidden = hidden * mask
+        return hidden.square().mean()
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        torch.compiler.is_exporting,
+        torch.compiler.is_compiling,
+        lambda: torch.compiler.is_compiling(),
+        torch._dynamo.is_compiling,
+    ],
+    ids=["exporting", "compiling", "by its name", "old name"],
+)
+def test_path_for_exports_that_fails(asks: Callable[[], bool]) -> None:
+    torch.manual_seed(0)
+    model = OtherPathForExports(asks)
+    local = deepcopy(model)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    wh.init()
+    engine = wh.parallelize(model, x, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = local(x)
+        loss.backward()
+        optimizer.step()
+        assert engine.step(x).loss == pytest.approx(loss.item(), rel=1e-12)
+
+
+class FailsOnBothPaths(OtherPathForExports):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.asks() and x.sum() > 0:
+            x = -x
+        return super().forward(x)
+
+
+def test_both_paths_fail() -> None:
+    """The message has the line of each path."""
+    model = FailsOnBothPaths(torch.compiler.is_exporting)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    with pytest.raises(CaptureError) as caught:
+        wh.plan(model, x)
+    first, second = str(caught.value).split("Tried again with `torch.compiler.is_exporting()`")
+    assert "hidden = hidden * mask" in first
+    assert "x.sum() > 0" in second

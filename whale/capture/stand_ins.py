@@ -58,6 +58,7 @@ from whale.compat import (
     pytree,
     without_modes,
 )
+from whale.compat.exporting import TORCH_FOLDER
 from whale.names import names_of
 
 NO_BAG = float("-inf")
@@ -77,6 +78,27 @@ def stand_ins() -> Iterator[None]:
         stack.enter_context(code_swapped(torch.autograd.grad, _refuse_gradient))
         stack.enter_context(_KnownNumbers())
         yield
+
+
+@contextmanager
+def not_exporting() -> Iterator[None]:
+    """A model that asks whether it is compiled or exported hears that it is not, while
+    `torch.export.export` runs inside: it takes its path of training. Torch gets its own answers.
+    """
+    with (
+        code_swapped(torch.compiler.is_compiling, _only_for_torch),
+        code_swapped(torch.compiler.is_exporting, _only_for_torch),
+    ):
+        yield
+
+
+def _only_for_torch(original: Callable[[], bool]) -> bool:
+    """What torch says of itself, if torch asks."""
+    # behind this function, the call of its swapped code and that code itself
+    asking = sys._getframe(3)
+    while asking.f_back is not None and asking.f_code.co_name == "is_compiling":
+        asking = asking.f_back  # `torch._dynamo.is_compiling` asks for somebody else
+    return original() and asking.f_code.co_filename.startswith(TORCH_FOLDER)
 
 
 def _is_causal(
