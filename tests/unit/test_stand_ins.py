@@ -217,3 +217,52 @@ def test_both_paths_fail() -> None:
     first, second = str(caught.value).split("Tried again with `torch.compiler.is_exporting()`")
     assert "hidden = hidden * mask" in first
     assert "x.sum() > 0" in second
+
+
+class MovesItself(nn.Module):
+    """Old code brings its layers to the device and the dtype of what comes in."""
+
+    def __init__(self, move: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        self.move = move
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.move(self, x)
+        return self.norm(self.layer(x)).square().sum()
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model, x: model.to(x.device),
+        lambda model, x: model.layer.to(x),
+        lambda model, x: model.norm.to(x.device, x.dtype),
+        lambda model, x: setattr(model, "layer", model.layer.to(x.dtype).cpu()),
+    ],
+    ids=["all", "like a tensor", "with buffers", "assigned"],
+)
+def test_module_that_stays_where_it_is(move: Callable[[nn.Module, Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    model = MovesItself(move)
+    local = deepcopy(model)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    wh.init()
+    engine = wh.parallelize(model, x, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = local(x)
+        loss.backward()
+        optimizer.step()
+        assert engine.step(x).loss == pytest.approx(loss.item(), rel=1e-12)
+
+
+def test_module_that_is_cast_in_forward() -> None:
+    model = MovesItself(lambda model, x: model.layer.float())
+    with pytest.raises(
+        CaptureError, match=r"(?s)model.layer.float\(\).*from torch.float64 on cpu"
+    ) as e:
+        wh.plan(model, torch.randn(4, 3, dtype=torch.float64))
+    assert "Try: cast the model before" in str(e.value)

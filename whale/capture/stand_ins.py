@@ -23,6 +23,8 @@ not hold them as they are. Each computes the same.
     x.data                            `x.detach()`, the same numbers in the same memory: torch's
                                       leaves the graph. Writes to it are refused
     torch.autograd.grad in forward    refused by its line
+    self.layer.to(x.device)           nothing, where all weights are there and of that type already;
+                                      else refused by its line
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
@@ -51,12 +53,14 @@ from whale.capture.out_of_place import DATA_TAG, OTHER_THAN_DATA
 from whale.capture.size_numbers import SizeNumbers
 from whale.compat import (
     causal_mask_detection,
+    conversion_of_modules,
     is_fake,
     is_wrapped_by_transform,
     patched,
     patched_item,
     pytree,
     without_modes,
+    without_tracing,
 )
 from whale.compat.exporting import TORCH_FOLDER
 from whale.names import names_of
@@ -76,6 +80,7 @@ def stand_ins() -> Iterator[None]:
         stack.enter_context(code_swapped(causal_mask_detection, _is_causal))
         stack.enter_context(patched(torch.distributions.Distribution, "_validate_args", False))
         stack.enter_context(code_swapped(torch.autograd.grad, _refuse_gradient))
+        stack.enter_context(code_swapped(conversion_of_modules, _move_nothing))
         stack.enter_context(_KnownNumbers())
         yield
 
@@ -210,6 +215,35 @@ def _refuse_gradient(original: Callable[..., Any], outputs: Any, *args: Any, **k
         "torch.tanh(a)` it is `(1 - y * y) * da`, behind a linear layer `da @ weight.T`; again for "
         "second derivatives), or by differences, `(u(x + h) - u(x - h)) / (2 * h)`."
     )
+
+
+def _move_nothing(
+    original: Callable[..., nn.Module],
+    module: nn.Module,
+    change: Callable[[Tensor], Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> nn.Module:
+    """`module.to(...)`, `.float()`, `.cuda()` in forward: torch would put new tensors into the
+    places of the fake weights, which it cannot, even if they are the same.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    if not any(is_fake(tensor) for tensor in tensors):
+        return original(module, change, *args, **kwargs)
+    with without_tracing():
+        for tensor in tensors:
+            changed = change(tensor.detach())
+            if (changed.dtype, changed.device) != (tensor.dtype, tensor.device):
+                raise CaptureError(
+                    "The model cannot be captured.\n"
+                    f"  at {calling_place().describe()}\n"
+                    f"  What is wrong: forward moves or casts weights of `{type(module).__name__}`"
+                    f" itself, from {tensor.dtype} on {tensor.device} to {changed.dtype} on "
+                    f"{changed.device}; in a captured graph they stay as they are.\n"
+                    "  Try: cast the model before `wh.parallelize`, or what goes into it "
+                    "(`layer(x.to(layer.weight.dtype))`)."
+                )
+    return module
 
 
 def _data(tensor: Tensor) -> Tensor:
