@@ -266,3 +266,40 @@ def test_module_that_is_cast_in_forward() -> None:
     ) as e:
         wh.plan(model, torch.randn(4, 3, dtype=torch.float64))
     assert "Try: cast the model before" in str(e.value)
+
+
+class ManyWords(nn.Module):
+    def __init__(self, num_unused: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 8, dtype=torch.float64)
+        num_classes = 11 + num_unused
+        self.loss = nn.AdaptiveLogSoftmaxWithLoss(
+            8, num_classes, [3, 5], div_value=2.0, head_bias=True, dtype=torch.float64
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        output, loss = self.loss(self.layer(x), y)
+        return loss + output.square().mean()
+
+
+@pytest.mark.parametrize("num_unused", [0, 4])
+def test_adaptive_log_softmax(num_unused: int) -> None:
+    """Every step has other numbers of rows in each cluster, once none."""
+    torch.manual_seed(0)
+    model = ManyWords(num_unused)
+    local = deepcopy(model)
+    steps = [
+        torch.tensor(y) for y in ([0, 1, 3, 10, 4, 2], [5, 6, 5, 7, 9, 10], [0, 0, 1, 2, 3, 4])
+    ]
+    x = torch.randn(6, 3, dtype=torch.float64)
+    wh.init({"num_micro_batch": 3})
+    engine = wh.parallelize(model, (x, steps[0]), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    for y in steps:
+        optimizer.zero_grad()
+        loss = local(x, y)
+        loss.backward()
+        optimizer.step()
+        assert engine.step((x, y)).loss == pytest.approx(loss.item(), rel=1e-12)
+    for name, tensor in engine.full_state_dict().items():
+        torch.testing.assert_close(tensor, local.state_dict()[name], rtol=0, atol=1e-12)

@@ -6,6 +6,8 @@ not hold them as they are. Each computes the same.
     nn.TransformerEncoder(mask=...)   takes the mask as it is; torch reads its values to see whether
                                       it is causal, which only chooses a kernel
     F.ctc_loss of padded targets      the losses of the samples, then their mean or sum
+    nn.AdaptiveLogSoftmaxWithLoss     every cluster computes all rows and a mask picks: torch's picks
+                                      rows first, whose number depends on the targets
     F.gaussian_nll_loss               a negative variance gives NaN; torch reads all variances to
                                       raise
     torch.distributions               does not look whether values are possible ones: what comes of
@@ -52,6 +54,7 @@ from whale.capture.istft import istft
 from whale.capture.out_of_place import DATA_TAG, OTHER_THAN_DATA
 from whale.capture.size_numbers import SizeNumbers
 from whale.compat import (
+    AdaptiveOutput,
     causal_mask_detection,
     conversion_of_modules,
     is_fake,
@@ -77,6 +80,9 @@ def stand_ins() -> Iterator[None]:
         stack.enter_context(code_swapped(inspect.unwrap(F.embedding_bag), _embedding_bag))
         stack.enter_context(code_swapped(inspect.unwrap(F.ctc_loss), _ctc_loss))
         stack.enter_context(code_swapped(inspect.unwrap(F.gaussian_nll_loss), _gaussian_nll_loss))
+        stack.enter_context(
+            code_swapped(nn.AdaptiveLogSoftmaxWithLoss.forward, _adaptive_log_softmax)
+        )
         stack.enter_context(code_swapped(causal_mask_detection, _is_causal))
         stack.enter_context(patched(torch.distributions.Distribution, "_validate_args", False))
         stack.enter_context(code_swapped(torch.autograd.grad, _refuse_gradient))
@@ -165,6 +171,28 @@ def _ctc_loss(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
     if options["reduction"] == "mean":
         return (losses / lengths.to(losses).clamp(min=1)).mean()
     return losses.sum() if options["reduction"] == "sum" else losses
+
+
+def _adaptive_log_softmax(
+    original: Callable[..., Any], module: nn.AdaptiveLogSoftmaxWithLoss, x: Tensor, target: Tensor
+) -> Any:
+    """`nn.AdaptiveLogSoftmaxWithLoss`; x [row, feature], target [row]. Classes below the first
+    cutoff are in the head, which has an entry for each further cluster, too.
+    """
+    if target.ndim != 1 or x.ndim != 2:
+        return original(module, x, target)
+    in_head = target
+    in_tail: Tensor | float = 0.0
+    limits = zip(module.cutoffs, module.cutoffs[1:], strict=False)
+    for number, (low, high) in enumerate(limits):
+        is_here = (target >= low) & (target < high)
+        scores = F.log_softmax(module.tail[number](x), dim=1)
+        own = (target - low).clamp(0, high - low - 1).unsqueeze(1)
+        in_tail = in_tail + torch.where(is_here, scores.gather(1, own).squeeze(1), 0.0)
+        in_head = torch.where(is_here, module.shortlist_size + number, in_head)
+    head = F.log_softmax(module.head(x), dim=1).gather(1, in_head.unsqueeze(1)).squeeze(1)
+    output = head + in_tail
+    return AdaptiveOutput(output, -output.mean())
 
 
 def _gaussian_nll_loss(

@@ -22,6 +22,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "AdaptiveOutput",
     "Operation",
     "OperationCounter",
     "OperationPacket",
@@ -209,6 +210,10 @@ causal_mask_detection = torch.nn.modules.transformer._detect_is_causal_mask
 """reads the values of a mask; an argument of `nn.TransformerEncoder` to leave that out would
 replace it (`is_causal` exists in its forward only)
 """
+
+
+AdaptiveOutput = torch.nn.modules.adaptive._ASMoutput
+"""what `nn.AdaptiveLogSoftmaxWithLoss` gives; a public name for it would replace this one"""
 
 
 conversion_of_modules = torch.nn.Module._apply
