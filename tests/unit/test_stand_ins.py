@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import whale as wh
+from whale.capture.errors import CaptureError
 from whale.capture.fake_quantize import fake_quantize_per_channel, fake_quantize_per_tensor
 from whale.capture.istft import istft
 
@@ -156,3 +157,149 @@ def test_fake_quantize(dtype: torch.dtype, limits: tuple[int, int]) -> None:
         expected = result_and_gradient(original, x, *args, *limits)
         found = result_and_gradient(stand_in, x, *args, *limits)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class OtherPathForExports(nn.Module):
+    """As the masks of transformers: made where the model is exported, left out in training."""
+
+    def __init__(self, asks: Callable[[], bool]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+        self.asks = asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(7, dtype=x.dtype) if self.asks() else None
+        hidden = self.layer(x)
+        if mask is not None:
+            hidden = hidden * mask
+        return hidden.square().mean()
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        torch.compiler.is_exporting,
+        torch.compiler.is_compiling,
+        lambda: torch.compiler.is_compiling(),
+        torch._dynamo.is_compiling,
+    ],
+    ids=["exporting", "compiling", "by its name", "old name"],
+)
+def test_path_for_exports_that_fails(asks: Callable[[], bool]) -> None:
+    torch.manual_seed(0)
+    model = OtherPathForExports(asks)
+    local = deepcopy(model)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    wh.init()
+    engine = wh.parallelize(model, x, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = local(x)
+        loss.backward()
+        optimizer.step()
+        assert engine.step(x).loss == pytest.approx(loss.item(), rel=1e-12)
+
+
+class FailsOnBothPaths(OtherPathForExports):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.asks() and x.sum() > 0:
+            x = -x
+        return super().forward(x)
+
+
+def test_both_paths_fail() -> None:
+    """The message has the line of each path."""
+    model = FailsOnBothPaths(torch.compiler.is_exporting)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    with pytest.raises(CaptureError) as caught:
+        wh.plan(model, x)
+    first, second = str(caught.value).split("Tried again with `torch.compiler.is_exporting()`")
+    assert "hidden = hidden * mask" in first
+    assert "x.sum() > 0" in second
+
+
+class MovesItself(nn.Module):
+    """Old code brings its layers to the device and the dtype of what comes in."""
+
+    def __init__(self, move: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        self.move = move
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.move(self, x)
+        return self.norm(self.layer(x)).square().sum()
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model, x: model.to(x.device),
+        lambda model, x: model.layer.to(x),
+        lambda model, x: model.norm.to(x.device, x.dtype),
+        lambda model, x: setattr(model, "layer", model.layer.to(x.dtype).cpu()),
+    ],
+    ids=["all", "like a tensor", "with buffers", "assigned"],
+)
+def test_module_that_stays_where_it_is(move: Callable[[nn.Module, Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    model = MovesItself(move)
+    local = deepcopy(model)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    wh.init()
+    engine = wh.parallelize(model, x, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = local(x)
+        loss.backward()
+        optimizer.step()
+        assert engine.step(x).loss == pytest.approx(loss.item(), rel=1e-12)
+
+
+def test_module_that_is_cast_in_forward() -> None:
+    model = MovesItself(lambda model, x: model.layer.float())
+    with pytest.raises(
+        CaptureError, match=r"(?s)model.layer.float\(\).*from torch.float64 on cpu"
+    ) as e:
+        wh.plan(model, torch.randn(4, 3, dtype=torch.float64))
+    assert "Try: cast the model before" in str(e.value)
+
+
+class ManyWords(nn.Module):
+    def __init__(self, num_unused: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 8, dtype=torch.float64)
+        num_classes = 11 + num_unused
+        self.loss = nn.AdaptiveLogSoftmaxWithLoss(
+            8, num_classes, [3, 5], div_value=2.0, head_bias=True, dtype=torch.float64
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        output, loss = self.loss(self.layer(x), y)
+        return loss + output.square().mean()
+
+
+@pytest.mark.parametrize("num_unused", [0, 4])
+def test_adaptive_log_softmax(num_unused: int) -> None:
+    """Every step has other numbers of rows in each cluster, once none."""
+    torch.manual_seed(0)
+    model = ManyWords(num_unused)
+    local = deepcopy(model)
+    steps = [
+        torch.tensor(y) for y in ([0, 1, 3, 10, 4, 2], [5, 6, 5, 7, 9, 10], [0, 0, 1, 2, 3, 4])
+    ]
+    x = torch.randn(6, 3, dtype=torch.float64)
+    wh.init({"num_micro_batch": 3})
+    engine = wh.parallelize(model, (x, steps[0]), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+    for y in steps:
+        optimizer.zero_grad()
+        loss = local(x, y)
+        loss.backward()
+        optimizer.step()
+        assert engine.step((x, y)).loss == pytest.approx(loss.item(), rel=1e-12)
+    for name, tensor in engine.full_state_dict().items():
+        torch.testing.assert_close(tensor, local.state_dict()[name], rtol=0, atol=1e-12)

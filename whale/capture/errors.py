@@ -487,6 +487,15 @@ def limits_batch(error: BaseException) -> bool:
     return any(text in str(link) for link in _chain(error) for text in _LIMITS_BATCH)
 
 
+def raised_by_model(error: Exception, model: nn.Module) -> bool:
+    """Whether the code of the model or the loss raised it, and not torch for what that code does in
+    an export.
+    """
+    _, place = _error_place(error, module_names(model))
+    known = isinstance(error, CaptureError) or _known(error, place) is not None
+    return place.inside and not known
+
+
 _ABOUT_ARGUMENTS = (TypeError, ValueError, IndexError, RuntimeError, AssertionError)
 """what a forward raises that takes one tensor for another: types, shapes, the bool of a mask"""
 
@@ -544,3 +553,16 @@ def explain(
     explained = CaptureError("\n".join([*lines, f"  Try: {advice}."]))
     explained.__cause__ = error
     return explained
+
+
+def both_paths(for_exports: CaptureError | None, in_training: CaptureError) -> CaptureError:
+    """One error of what stopped a model on its path for exports, if that was tried, and then on
+    that of training.
+    """
+    if for_exports is None or str(for_exports) == str(in_training):
+        return in_training
+    return CaptureError(
+        f"{for_exports}\n"
+        "Tried again with `torch.compiler.is_exporting()` as in training, False:\n"
+        f"{in_training}"
+    )

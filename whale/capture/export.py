@@ -26,10 +26,12 @@ from whale.capture.batch import BatchLayout, enlarge
 from whale.capture.errors import (
     CaptureError,
     SizeConditions,
+    both_paths,
     explain,
     fixes_size,
     hashes_size,
     limits_batch,
+    raised_by_model,
     size_conditions,
 )
 from whale.capture.fake_weights import fake_weights, refill
@@ -47,7 +49,7 @@ from whale.capture.model_call import (
 )
 from whale.capture.progress import progress
 from whale.capture.python_state import assigned_buffers_written, random_branches
-from whale.capture.stand_ins import sizes_stay_symbols, stand_ins
+from whale.capture.stand_ins import not_exporting, sizes_stay_symbols, stand_ins
 from whale.capture.state_places import Change
 from whale.compat import fake_mode, is_fake, tensor_stores
 from whale.compat.exporting import export_patches
@@ -151,6 +153,7 @@ def export_model(
         unused = around.enter_context(fake_weights(wrapper, mode, device))
         marks = around.enter_context(collect_forward_marks())
         attempt = _ExportAttempt(any_batch=earlier is None)  # two batches have two sizes
+        for_exports: CaptureError | None = None
         while True:
             state.restore()
             unused()
@@ -160,10 +163,13 @@ def export_model(
                     _refuse_lost_writes(program)
                     break
                 except Exception as error:
-                    following = attempt.after(error, sizes)
-                    if following is None:
+                    following = attempt.after(error, sizes, model)
+                    if following is None or following.as_trained > attempt.as_trained:
                         went = _arguments_taken(model, layout, task)
-                        raise explain(error, model, sizes, went) from error
+                        explained = explain(error, model, sizes, went)
+                        if following is None:
+                            raise both_paths(for_exports, explained) from error
+                        for_exports = explained
                     attempt = following
             marks.clear()
     left = []
@@ -192,7 +198,12 @@ class _ExportAttempt:
     hashed: frozenset[str] = frozenset()
     """where `int(size)` gives a number that stands for it: these hash sizes (`SizeNumbers`)"""
 
-    def after(self, error: Exception, sizes: SizeConditions) -> _ExportAttempt | None:
+    as_trained: bool = False
+    """a model that asks `torch.compiler.is_exporting()` hears no: its path for exports fails"""
+
+    def after(
+        self, error: Exception, sizes: SizeConditions, model: torch.nn.Module
+    ) -> _ExportAttempt | None:
         """What to try after this error; None: nothing helps."""
         if fixes_size(error):
             places = sizes.equations()
@@ -206,6 +217,8 @@ class _ExportAttempt:
             return replace(self, files=self.files - hashing, hashed=self.hashed | hashing)
         if self.any_batch and limits_batch(error):
             return replace(self, any_batch=False)
+        if not self.as_trained and raised_by_model(error, model):
+            return replace(self, as_trained=True)
         return None
 
 
@@ -220,6 +233,7 @@ def _export(
         random_branches(wrapper.model, findings),
         stand_ins(),
         sizes_stay_symbols(attempt.files, attempt.hashed, attempt.floats),
+        not_exporting() if attempt.as_trained else contextlib.nullcontext(),
         preserve_node_meta(),
         export_patches(shown.note),
     ):

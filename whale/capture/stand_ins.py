@@ -6,6 +6,8 @@ not hold them as they are. Each computes the same.
     nn.TransformerEncoder(mask=...)   takes the mask as it is; torch reads its values to see whether
                                       it is causal, which only chooses a kernel
     F.ctc_loss of padded targets      the losses of the samples, then their mean or sum
+    nn.AdaptiveLogSoftmaxWithLoss     every cluster computes all rows and a mask picks: torch's picks
+                                      rows first, whose number depends on the targets
     F.gaussian_nll_loss               a negative variance gives NaN; torch reads all variances to
                                       raise
     torch.distributions               does not look whether values are possible ones: what comes of
@@ -23,6 +25,8 @@ not hold them as they are. Each computes the same.
     x.data                            `x.detach()`, the same numbers in the same memory: torch's
                                       leaves the graph. Writes to it are refused
     torch.autograd.grad in forward    refused by its line
+    self.layer.to(x.device)           nothing, where all weights are there and of that type already;
+                                      else refused by its line
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
@@ -50,14 +54,19 @@ from whale.capture.istft import istft
 from whale.capture.out_of_place import DATA_TAG, OTHER_THAN_DATA
 from whale.capture.size_numbers import SizeNumbers
 from whale.compat import (
+    AdaptiveOutput,
     causal_mask_detection,
+    conversion_of_modules,
     is_fake,
     is_wrapped_by_transform,
     patched,
     patched_item,
     pytree,
     without_modes,
+    without_tracing,
 )
+from whale.compat.exporting import TORCH_FOLDER
+from whale.error_reports import PACKAGE
 from whale.names import names_of
 
 NO_BAG = float("-inf")
@@ -72,11 +81,36 @@ def stand_ins() -> Iterator[None]:
         stack.enter_context(code_swapped(inspect.unwrap(F.embedding_bag), _embedding_bag))
         stack.enter_context(code_swapped(inspect.unwrap(F.ctc_loss), _ctc_loss))
         stack.enter_context(code_swapped(inspect.unwrap(F.gaussian_nll_loss), _gaussian_nll_loss))
+        stack.enter_context(
+            code_swapped(nn.AdaptiveLogSoftmaxWithLoss.forward, _adaptive_log_softmax)
+        )
         stack.enter_context(code_swapped(causal_mask_detection, _is_causal))
         stack.enter_context(patched(torch.distributions.Distribution, "_validate_args", False))
         stack.enter_context(code_swapped(torch.autograd.grad, _refuse_gradient))
+        stack.enter_context(code_swapped(conversion_of_modules, _move_nothing))
         stack.enter_context(_KnownNumbers())
         yield
+
+
+@contextmanager
+def not_exporting() -> Iterator[None]:
+    """A model that asks whether it is compiled or exported hears that it is not, while
+    `torch.export.export` runs inside: it takes its path of training. Torch gets its own answers.
+    """
+    with (
+        code_swapped(torch.compiler.is_compiling, _only_for_torch),
+        code_swapped(torch.compiler.is_exporting, _only_for_torch),
+    ):
+        yield
+
+
+def _only_for_torch(original: Callable[[], bool]) -> bool:
+    """What torch says of itself, if torch asks, or Whale in a hook of a model that is spread."""
+    # behind this function, the call of its swapped code and that code itself
+    asking = sys._getframe(3)
+    while asking.f_back is not None and asking.f_code.co_name == "is_compiling":
+        asking = asking.f_back  # `torch._dynamo.is_compiling` asks for somebody else
+    return original() and asking.f_code.co_filename.startswith((TORCH_FOLDER, f"{PACKAGE}{os.sep}"))
 
 
 def _is_causal(
@@ -140,6 +174,28 @@ def _ctc_loss(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
     return losses.sum() if options["reduction"] == "sum" else losses
 
 
+def _adaptive_log_softmax(
+    original: Callable[..., Any], module: nn.AdaptiveLogSoftmaxWithLoss, x: Tensor, target: Tensor
+) -> Any:
+    """`nn.AdaptiveLogSoftmaxWithLoss`; x [row, feature], target [row]. Classes below the first
+    cutoff are in the head, which has an entry for each further cluster, too.
+    """
+    if target.ndim != 1 or x.ndim != 2:
+        return original(module, x, target)
+    in_head = target
+    in_tail: Tensor | float = 0.0
+    limits = zip(module.cutoffs, module.cutoffs[1:], strict=False)
+    for number, (low, high) in enumerate(limits):
+        is_here = (target >= low) & (target < high)
+        scores = F.log_softmax(module.tail[number](x), dim=1)
+        own = (target - low).clamp(0, high - low - 1).unsqueeze(1)
+        in_tail = in_tail + torch.where(is_here, scores.gather(1, own).squeeze(1), 0.0)
+        in_head = torch.where(is_here, module.shortlist_size + number, in_head)
+    head = F.log_softmax(module.head(x), dim=1).gather(1, in_head.unsqueeze(1)).squeeze(1)
+    output = head + in_tail
+    return AdaptiveOutput(output, -output.mean())
+
+
 def _gaussian_nll_loss(
     original: Callable[..., Tensor],
     input: Tensor,
@@ -188,6 +244,35 @@ def _refuse_gradient(original: Callable[..., Any], outputs: Any, *args: Any, **k
         "torch.tanh(a)` it is `(1 - y * y) * da`, behind a linear layer `da @ weight.T`; again for "
         "second derivatives), or by differences, `(u(x + h) - u(x - h)) / (2 * h)`."
     )
+
+
+def _move_nothing(
+    original: Callable[..., nn.Module],
+    module: nn.Module,
+    change: Callable[[Tensor], Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> nn.Module:
+    """`module.to(...)`, `.float()`, `.cuda()` in forward: torch would put new tensors into the
+    places of the fake weights, which it cannot, even if they are the same.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    if not any(is_fake(tensor) for tensor in tensors):
+        return original(module, change, *args, **kwargs)
+    with without_tracing():
+        for tensor in tensors:
+            changed = change(tensor.detach())
+            if (changed.dtype, changed.device) != (tensor.dtype, tensor.device):
+                raise CaptureError(
+                    "The model cannot be captured.\n"
+                    f"  at {calling_place().describe()}\n"
+                    f"  What is wrong: forward moves or casts weights of `{type(module).__name__}`"
+                    f" itself, from {tensor.dtype} on {tensor.device} to {changed.dtype} on "
+                    f"{changed.device}; in a captured graph they stay as they are.\n"
+                    "  Try: cast the model before `wh.parallelize`, or what goes into it "
+                    "(`layer(x.to(layer.weight.dtype))`)."
+                )
+    return module
 
 
 def _data(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "ONLY_LOOKS",
+    "AdaptiveOutput",
     "Operation",
     "OperationCounter",
     "OperationPacket",
@@ -33,6 +34,7 @@ __all__ = [
     "backward_hooks_of_all_modules",
     "backward_hooks_of_module",
     "causal_mask_detection",
+    "conversion_of_modules",
     "endless",
     "enter_autocast",
     "exit_autocast",
@@ -209,6 +211,14 @@ causal_mask_detection = torch.nn.modules.transformer._detect_is_causal_mask
 """reads the values of a mask; an argument of `nn.TransformerEncoder` to leave that out would
 replace it (`is_causal` exists in its forward only)
 """
+
+
+AdaptiveOutput = torch.nn.modules.adaptive._ASMoutput
+"""what `nn.AdaptiveLogSoftmaxWithLoss` gives; a public name for it would replace this one"""
+
+
+conversion_of_modules = torch.nn.Module._apply
+"""what `.to`, `.float`, `.cuda` of a module all call; a public one would replace it"""
 
 
 def without_modes() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Iterable
@@ -112,7 +113,7 @@ class _TrainingWarning:
 
 def _is_call_of_whale() -> bool:
     """Whether Whale called what a hook of this file belongs to, and not the script."""
-    passed = (str(Path(torch.__file__).parent), __file__)
+    passed = (f"{Path(torch.__file__).parent}{os.sep}", __file__)
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(passed):
         frame = frame.f_back
