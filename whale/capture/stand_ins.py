@@ -253,7 +253,7 @@ def _move_nothing(
     *args: Any,
     **kwargs: Any,
 ) -> nn.Module:
-    """`module.to(...)`, `.float()`, `.cuda()` in forward: torch would put new tensors into the
+    """`module.to(...)`, `.float()` in forward: torch would put new tensors into the
     places of the fake weights, which it cannot, even if they are the same.
     """
     tensors = [*module.parameters(), *module.buffers()]

@@ -218,7 +218,7 @@ AdaptiveOutput = torch.nn.modules.adaptive._ASMoutput
 
 
 conversion_of_modules = torch.nn.Module._apply
-"""what `.to`, `.float`, `.cuda` of a module all call; a public one would replace it"""
+"""what `.to`, `.float` and others of a module all call; a public one would replace it"""
 
 
 def without_modes() -> Any:
