@@ -139,6 +139,8 @@ TAKEN_IN_TURNS = {
 }
 """long tables: `make test` takes every second or third row, `make test-all` all of them"""
 LATER = (
+    "integration/test_search_split.py::test_a_large_classifier_is_split_and_trains_like_local",
+    "unit/test_search_slices.py::test_a_slice_gives_about_the_plan_of_the_whole_cluster",
     "integration/test_evaluation.py::test_other_lengths_and_batch_sizes_are_exact",
     "integration/test_lengths.py::test_lengths_that_take_another_path_are_captured_apart",
     "integration/test_split_core.py::test_devices_that_get_nothing",
