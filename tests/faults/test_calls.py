@@ -106,13 +106,15 @@ import sys, torch, whale as wh
 
 method, folder = sys.argv[1:]
 wh.init()
+torch.manual_seed(0)
 net = torch.nn.Linear(6, 3)
 x = torch.randn(8, 6)
 engine = wh.parallelize(
     net, x, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), loss=lambda y, x: y.square().mean()
 )
 engine.step(x)
-given = {"evaluate": (x,), "step": (x,), "full_state_dict": (), "module": (), "gathered": ()}
+given = {"evaluate": (x,), "step": (x,)}
+given |= dict.fromkeys(("full_state_dict", "full_gradients", "module", "gathered"), ())
 if wh.rank() == 0:
     getattr(engine, method)(*given.get(method, (folder,)))
 if method != "step":
